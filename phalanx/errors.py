@@ -1,0 +1,148 @@
+"""Errors that a user can act on: where = value, the rule, the nearest legal values.
+
+One class per kind of mistake, one stable code per rule. `assert` stays for facts that only a bug in
+Phalanx can break.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+# Codes are an interface: scripts match on them. Never rename one, never reuse one.
+CODES: dict[str, str] = {
+    "job/unknown-key": "a key that no section knows",
+    "job/bad-value": "a value of the wrong type or out of range",
+    "job/missing": "a required key is absent",
+    "job/syntax": "the file is not valid TOML",
+    "job/not-found": "a file or folder that a job names does not exist",
+    "unit/unknown": "a quantity whose unit is not known for its dimension",
+    "registry/unknown": "a name that is not registered",
+    "registry/duplicate": "a name registered twice",
+    "mesh/axis": "an axis that the mesh does not have, or an illegal axis",
+    "mesh/product": "axis sizes that do not multiply to the number of devices",
+    "mesh/rank": "a rank or coordinate outside the mesh",
+    "layout/divide": "a dimension that an axis does not divide",
+    "layout/rank": "a layout whose rank differs from its tensor's",
+    "layout/mismatch": "layouts of different tensors",
+    "order/missing": "a schedule lacks an action",
+    "order/doubled": "a schedule has an action twice",
+    "order/illegal": "a schedule that cannot exist for these sizes",
+    "check/send": "a send without its receive, or the reverse",
+    "check/size": "a send and its receive that differ in size",
+    "check/collective": "members of a group that disagree on the next collective",
+    "check/deadlock": "a program that can never finish",
+    "check/cycle": "actions that wait for one another",
+    "check/memory": "a rank that needs more memory than it has",
+    "check/label": "an action that waits for a label that its rank never has",
+    "plan/format": "a plan file of another format version",
+    "plan/hardware": "a plan made for other hardware",
+    "plan/version": "a plan made with other library versions",
+    "plan/job": "a plan made for another job",
+    "plan/illegal": "a combination that no engine can run",
+    "world/dead": "a rank that died",
+    "world/timeout": "a rank that did not answer in time",
+    "world/failed": "a rank that raised an error",
+    "world/size": "a message whose size differs from the plan",
+    "world/unbound": "an action that this world has no way to carry out",
+    "world/membership": "a membership that cannot go on",
+    "data/empty": "data without a usable row",
+    "data/row": "a row that cannot be used",
+    "model/unknown": "a model that is not known or not supported",
+    "model/tensor": "tensors that do not fit the model",
+    "environment/missing": "something that has to be installed first",
+    "environment/trust": "a file whose format could run code",
+    "serve/request": "a request that cannot be served",
+    "report/gate": "a gated row outside its tolerance",
+}
+
+
+class PhalanxError(Exception):
+    """One rule that was broken.
+
+    Args:
+        code: a key of `CODES`.
+        where: dotted path, file or rank that holds the value.
+        value: the value found there (None: there is none).
+        rule: the rule in one sentence, without a full stop.
+        legal: the nearest legal values, nearest first.
+        detail: more lines, such as a grid with the faulty cell marked.
+    """
+
+    exit_code = 2
+
+    def __init__(
+        self,
+        code: str,
+        where: str,
+        value: object,
+        rule: str,
+        *,
+        legal: Iterable[object] = (),
+        detail: str = "",
+    ) -> None:
+        assert code in CODES, f"unlisted error code {code}"
+        self.code, self.where, self.value, self.rule = code, where, value, rule
+        self.legal, self.detail = tuple(legal), detail
+        super().__init__(self.sentence())
+
+    def sentence(self) -> str:
+        """The message: `where = value: rule; nearest legal values: a, b`."""
+        head = self.where if self.value is None else f"{self.where} = {self.value}"
+        tail = f"; nearest legal values: {', '.join(map(str, self.legal))}" if self.legal else ""
+        return f"{head}: {self.rule}{tail}" + (f"\n{self.detail}" if self.detail else "")
+
+    def __reduce__(
+        self,
+    ):  # keyword-only arguments do not survive the default pickling of exceptions
+        return _rebuild, (
+            type(self),
+            self.code,
+            self.where,
+            self.value,
+            self.rule,
+            self.legal,
+            self.detail,
+        )
+
+
+def _rebuild(cls, code, where, value, rule, legal, detail):
+    return cls(code, where, value, rule, legal=legal, detail=detail)
+
+
+class JobError(PhalanxError):
+    """What a user wrote cannot be meant."""
+
+
+class PlanError(PhalanxError):
+    """What was asked cannot be planned, or a plan does not fit here."""
+
+
+class CheckError(PlanError):
+    """A program that would not run to its end."""
+
+
+class WorldError(PhalanxError):
+    """Something happened while running."""
+
+
+class GateError(PhalanxError):
+    """A gated row of a report missed its target."""
+
+    exit_code = 1
+
+
+def nearest_names(name: str, legal: Iterable[str], count: int = 3) -> list[str]:
+    """Known names that look like `name`; all of them when few, so that the reader has a choice."""
+    names = sorted(legal)
+    close = get_close_matches(name, names, n=count, cutoff=0.5)
+    return close or (names if len(names) <= 8 else [])
+
+
+def nearest_numbers(value: float, legal: Iterable[float], count: int = 2) -> list[float]:
+    """Up to `count` legal numbers around `value`, nearest first."""
+    numbers = sorted(legal)
+    at = bisect_left(numbers, value)
+    around = numbers[max(0, at - count) : at + count]
+    return sorted(around, key=lambda number: abs(number - value))[:count]
