@@ -1,0 +1,33 @@
+"""The one loop that connects policies to a world."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+from phalanx.action import Program
+from phalanx.policy import React
+from phalanx.trace import Trace
+from phalanx.worlds.base import World
+
+
+def drive(world: World, *, program: Program | None = None, reacts: Sequence[React] = ()) -> Trace:
+    """Carry out `program`, let each React policy answer events, until nothing is left to happen.
+
+    Args:
+        world: where it happens.
+        program: planned actions, loaded before the first event (None: only reactions).
+        reacts: policies that decide while running, in order of precedence.
+
+    Returns:
+        The trace of the ranks that this process plays.
+    """
+    if program is not None:
+        world.load(program)
+    views = [world.view(policy.scope) for policy in reacts]
+    states = [policy.start(view) for policy, view in zip(reacts, views)]
+    while events := world.next_events():
+        for policy, state, view in zip(reacts, states, views):
+            decide = partial(policy.on, state, events, view)
+            world.issue(world.agree(policy.scope, decide))
+    return world.close()

@@ -1,0 +1,1 @@
+"""Strategies: one small file each; they decide and never do."""

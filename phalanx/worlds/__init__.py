@@ -1,0 +1,1 @@
+"""Worlds carry actions out: in virtual time, in one process, or on real processes."""
