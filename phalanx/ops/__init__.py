@@ -1,0 +1,1 @@
+"""Tensor functions, each with a pure-torch reference: norm, rope, attention, loss."""
