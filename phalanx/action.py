@@ -3,8 +3,8 @@
 Grammar of a list
 - An action names its `lane`. Actions of one lane run in list order, one at a time; lanes run side
   by side. Overlap is therefore visible: a lane of its own, and `after` where one lane waits for
-  another. Lanes: "compute", "axis:<name>" (one process group's stream), "send:<axis>",
-  "recv:<axis>", "copy", "control", or any other name.
+  another. Lanes: "compute", "axis:<name>" (one process group's stream),
+  "send:<axis>:<peer>", "recv:<axis>:<peer>", "copy", "control", or any other name.
 - `label` names an action within its rank; `after` lists labels of earlier or later actions of the
   same rank that must have finished first. Only what is waited for needs a label.
 - Peers and groups are written along mesh axes (`axis="pp", peer=2`: the rank that differs from mine

@@ -8,29 +8,50 @@ list (`models.spec`) or from toy numbers in a job file.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from itertools import accumulate
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from math import prod
+from typing import NamedTuple
 
 from phalanx.errors import PlanError
 
 
+class Module(NamedTuple):
+    """A parameter's module within a block: name ("up_proj") and shape of its weight."""
+
+    name: str
+    shape: tuple[int, ...]
+
+    @property
+    def num_params(self) -> int:
+        """Elements."""
+        return prod(self.shape)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
-    """Attributes:
-    name: canonical module prefix ("layers.3.mlp").
-    op: key of the cost model ("attention", "mlp", "embedding", "head").
-    num_params: elements, unsharded.
-    flops_per_token: forward; a backward pass takes twice as many.
-    saved_bytes_per_token: activations kept for the backward pass.
-    out_bytes_per_token: what leaves the block (hidden width x itemsize).
+    """The smallest thing that a Spec wraps.
+
+    Attributes:
+        name: canonical module prefix ("layers.3.mlp").
+        op: key of the cost model ("attention", "mlp", "embedding", "head").
+        modules: what holds parameters, in forward order; rules match "<block>.<module>".
+        flops_per_token: forward; a backward pass takes twice as many.
+        saved_bytes_per_token: activations kept for the backward pass.
+        out_bytes_per_token: what leaves the block (hidden width x itemsize).
     """
 
     name: str
     op: str
-    num_params: int
+    modules: tuple[Module, ...] = ()
     flops_per_token: float = 0.0
     saved_bytes_per_token: float = 0.0
     out_bytes_per_token: float = 0.0
+
+    @property
+    def num_params(self) -> int:
+        """Elements, unsharded."""
+        return sum(module.num_params for module in self.modules)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +132,7 @@ def split_units(
         low, high = cuts[-1] + 1, len(units) - (num_stages - stage)
         cuts.append(min(range(low, high + 1), key=lambda at: abs(before[at] - goal)))
     cuts.append(len(units))
-    return [tuple(units[a:b]) for a, b in zip(cuts, cuts[1:])]
+    return [tuple(units[a:b]) for a, b in pairwise(cuts)]
 
 
 def toy_work(
@@ -130,23 +151,22 @@ def toy_work(
         itemsize: bytes per element of parameters, gradients and activations.
         blocks_per_layer: two-matrix blocks in a layer.
     """
-    params = 2 * width * 4 * width
-    prototype = Block(
-        name="",
-        op="mlp",
-        num_params=params,
-        flops_per_token=2.0 * params,
-        saved_bytes_per_token=float(itemsize * 5 * width),
-        out_bytes_per_token=float(itemsize * width),
-    )
+    modules = (Module("up_proj", (4 * width, width)), Module("down_proj", (width, 4 * width)))
     units = []
     for layer in range(num_layers):
-        names = [f"layers.{layer}.mlp{index}" for index in range(blocks_per_layer)]
-        blocks = tuple(replace(prototype, name=name) for name in names)
+        blocks = tuple(
+            Block(
+                name=f"layers.{layer}.mlp{index}",
+                op="mlp",
+                modules=modules,
+                flops_per_token=2.0 * sum(module.num_params for module in modules),
+                saved_bytes_per_token=float(itemsize * 5 * width),
+                out_bytes_per_token=float(itemsize * width),
+            )
+            for index in range(blocks_per_layer)
+        )
         units.append(Unit(name=f"layers.{layer}", blocks=blocks))
+    tokens = tuple(item_tokens)
     return StepWork(
-        units=tuple(units),
-        item_tokens=tuple(item_tokens),
-        param_bytes=itemsize,
-        grad_bytes=itemsize,
+        units=tuple(units), item_tokens=tokens, param_bytes=itemsize, grad_bytes=itemsize
     )
