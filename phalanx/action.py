@@ -116,7 +116,8 @@ class Collective(Action):
     Attributes:
         collective: one of `COLLECTIVES`.
         axis: mesh axis, or the name of a logical group whose membership has epochs.
-        tensor: handle of the input and output.
+        tensor: handle of the input.
+        into: handle of the output ("" = the input's: in place).
         payload_bytes: size of the whole logical tensor on one rank: the gathered output, the
             input of a reduce-scatter, the reduced tensor. Independent of the algorithm.
         members: global ranks, in order, where membership is a decision; () = the axis' group.
@@ -127,6 +128,7 @@ class Collective(Action):
     collective: str
     axis: str
     tensor: str = ""
+    into: str = ""
     payload_bytes: float = 0.0
     members: tuple[int, ...] = ()
     epoch: int = 0
