@@ -1,1 +1,1 @@
-"""Models: what they are (config, spec, operators: no torch) and their tensors (decoder, hf, lora)."""
+"""Models: what they are (config, spec, operators: no torch) and their tensors (the rest)."""

@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from phalanx.errors import JobError, nearest_names
 
@@ -105,8 +105,9 @@ _KIND_NAMES = {"sliding_attention": "sliding", "full_attention": "full"}
 _WITHOUT_EFFECT = frozenset(
     """_name_or_path transformers_version torch_dtype dtype use_cache cache_implementation
     architectures model_type initializer_range return_dict output_attentions output_hidden_states
-    chunk_size_feed_forward is_encoder_decoder is_decoder add_cross_attention cross_attention_hidden_size
-    tie_encoder_decoder id2label label2id problem_type task_specific_params tokenizer_class prefix
+    chunk_size_feed_forward is_encoder_decoder is_decoder add_cross_attention
+    cross_attention_hidden_size tie_encoder_decoder id2label label2id
+    problem_type task_specific_params tokenizer_class prefix
     sep_token_id decoder_start_token_id finetuning_task torchscript pruned_heads
     _attn_implementation_autoset unsloth_fixed""".split()
 )
@@ -131,7 +132,7 @@ def read_config(folder: str | Path) -> DecoderConfig:
 
 
 def parse_config(table: Mapping[str, Any], where: str = "config.json") -> DecoderConfig:
-    """A DecoderConfig from the keys of a Hugging Face config; a key that it cannot honour is an error.
+    """A DecoderConfig from the keys of a Hugging Face config; one it cannot honour is an error.
 
     Raises:
         JobError: `model/unknown` for another family, an unknown key or an option that the decoder
@@ -186,7 +187,7 @@ def _pattern(num_layers: int, full_every: int) -> tuple[str, ...]:
 
 
 class _Gemma3Keys:
-    """Reader of `gemma3_text` configs, of the older (rope_theta) and newer (rope_parameters) form."""
+    """Reader of `gemma3_text`, in the older (rope_theta) and newer (rope_parameters) form."""
 
     _SIZES = (
         "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads "
@@ -197,7 +198,7 @@ class _Gemma3Keys:
         "sliding_window_pattern _sliding_window_pattern final_logit_softcapping rope_theta "
         "rope_local_base_freq rope_scaling rope_parameters bos_token_id eos_token_id pad_token_id"
     ).split()
-    _FIXED = {  # the one value that the decoder computes; other values are refused
+    _FIXED: ClassVar = {  # the one value that the decoder computes; other values are refused
         "hidden_activation": ("gelu_pytorch_tanh", None),
         "attention_bias": (False, None),
         "attention_dropout": (0.0, None),

@@ -14,8 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx.models.cache import KvCache
-from phalanx.models.spec import AttentionKind, DecoderConfig
+from phalanx.models.spec import DecoderConfig
 from phalanx.ops.attention import Documents, causal_attention, packed_attention
+from phalanx.ops.dropout import DropoutKey
 from phalanx.ops.norm import rms_norm
 from phalanx.ops.rope import rope_table, rotate
 
@@ -31,6 +32,7 @@ class RowContext:
     documents: Documents
     rope: dict[str, tuple[Tensor, Tensor]]
     caches: tuple[KvCache, ...] | None = None
+    dropout: DropoutKey | None = None
 
 
 class RmsNorm(nn.Module):
@@ -46,6 +48,17 @@ class RmsNorm(nn.Module):
         return rms_norm(x_SD, self.weight, self.eps)
 
 
+class Projection(nn.Linear):
+    """A matrix without bias that an adapter may extend (`models.lora`)."""
+
+    def __init__(self, num_in: int, num_out: int, **factory) -> None:
+        super().__init__(num_in, num_out, bias=False, **factory)
+
+    def forward(self, x_SD: Tensor, dropout: DropoutKey | None = None) -> Tensor:
+        """x W^T; `dropout` matters to adapters only."""
+        return F.linear(x_SD, self.weight)
+
+
 class Attention(nn.Module):
     """Grouped-query attention with q/k norm and rotary positions."""
 
@@ -55,10 +68,10 @@ class Attention(nn.Module):
         self.scale = config.query_scale
         kind, d = self.kind, config.hidden_size
         q, kv = kind.num_heads * kind.head_dim, kind.num_kv_heads * kind.head_dim
-        self.q_proj = nn.Linear(d, q, bias=False, **factory)
-        self.k_proj = nn.Linear(d, kv, bias=False, **factory)
-        self.v_proj = nn.Linear(d, kv, bias=False, **factory)
-        self.o_proj = nn.Linear(q, d, bias=False, **factory)
+        self.q_proj = Projection(d, q, **factory)
+        self.k_proj = Projection(d, kv, **factory)
+        self.v_proj = Projection(d, kv, **factory)
+        self.o_proj = Projection(q, d, **factory)
         self.q_norm = RmsNorm(kind.head_dim, config.norm_eps, **factory)
         self.k_norm = RmsNorm(kind.head_dim, config.norm_eps, **factory)
 
@@ -66,9 +79,9 @@ class Attention(nn.Module):
         """Output of the attention block, [S, D]."""
         cos, sin = context.rope[self.kind.name]
         # heads are counted from the projections, which hold a part of them under tensor parallelism
-        q_SHC = self.q_proj(x_SD).unflatten(-1, (-1, self.kind.head_dim))
-        k_SKC = self.k_proj(x_SD).unflatten(-1, (-1, self.kind.head_dim))
-        v_SKC = self.v_proj(x_SD).unflatten(-1, (-1, self.kind.head_dim))
+        q_SHC = self.q_proj(x_SD, context.dropout).unflatten(-1, (-1, self.kind.head_dim))
+        k_SKC = self.k_proj(x_SD, context.dropout).unflatten(-1, (-1, self.kind.head_dim))
+        v_SKC = self.v_proj(x_SD, context.dropout).unflatten(-1, (-1, self.kind.head_dim))
         q_SHC = rotate(self.q_norm(q_SHC), cos, sin)
         k_SKC = rotate(self.k_norm(k_SKC), cos, sin)
         options = {"scale": self.scale, "window": self.kind.window}
@@ -85,7 +98,7 @@ class Attention(nn.Module):
                     for cache, q, k, v in rows
                 ]
             )
-        return self.o_proj(out_SHC.flatten(-2))
+        return self.o_proj(out_SHC.flatten(-2), context.dropout)
 
 
 class FeedForward(nn.Module):
@@ -94,14 +107,14 @@ class FeedForward(nn.Module):
     def __init__(self, config: DecoderConfig, **factory) -> None:
         super().__init__()
         d, f = config.hidden_size, config.intermediate_size
-        self.gate_proj = nn.Linear(d, f, bias=False, **factory)
-        self.up_proj = nn.Linear(d, f, bias=False, **factory)
-        self.down_proj = nn.Linear(f, d, bias=False, **factory)
+        self.gate_proj = Projection(d, f, **factory)
+        self.up_proj = Projection(d, f, **factory)
+        self.down_proj = Projection(f, d, **factory)
 
-    def forward(self, x_SD: Tensor) -> Tensor:
+    def forward(self, x_SD: Tensor, context: RowContext) -> Tensor:
         """[S, D]."""
-        gate_SF = F.gelu(self.gate_proj(x_SD), approximate="tanh")
-        return self.down_proj(gate_SF * self.up_proj(x_SD))
+        gate_SF = F.gelu(self.gate_proj(x_SD, context.dropout), approximate="tanh")
+        return self.down_proj(gate_SF * self.up_proj(x_SD, context.dropout), context.dropout)
 
 
 class DecoderLayer(nn.Module):
@@ -121,7 +134,7 @@ class DecoderLayer(nn.Module):
         """[S, D]."""
         attended = self.self_attn(self.input_layernorm(x_SD), context)
         x_SD = x_SD + self.post_attention_layernorm(attended)
-        fed = self.mlp(self.pre_feedforward_layernorm(x_SD))
+        fed = self.mlp(self.pre_feedforward_layernorm(x_SD), context)
         return x_SD + self.post_feedforward_layernorm(fed)
 
 
@@ -175,6 +188,7 @@ class Decoder(nn.Module):
         positions_S: Tensor | None = None,
         document_starts: Sequence[int] = (0,),
         caches: Sequence[KvCache] | None = None,
+        dropout: DropoutKey | None = None,
     ) -> Tensor:
         """Hidden states after the last norm (of an inner stage: after its last layer), [S, D].
 
@@ -184,12 +198,15 @@ class Decoder(nn.Module):
                 from the end of each cache.
             document_starts: first row of each document.
             caches: one per document; rows are appended to them. None: training or scoring.
+            dropout: what adapters' dropout depends on; needed when they train with dropout.
         """
         documents = Documents.from_starts(document_starts, rows.shape[0])
         if positions_S is None:
             positions_S = self._positions(documents, caches, rows.device)
         x_SD = self._embed(rows) if self.is_first else rows
-        context = RowContext(documents, self._rope(positions_S), tuple(caches) if caches else None)
+        context = RowContext(
+            documents, self._rope(positions_S), tuple(caches) if caches else None, dropout
+        )
         for layer in self.model.layers.values():
             x_SD = layer(x_SD, context)
         for cache, length in zip(caches or (), documents.lengths):

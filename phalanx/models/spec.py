@@ -1,4 +1,4 @@
-"""Shapes without tensors: canonical tensor names, LoRA tensors, parameter and byte counts. No torch.
+"""Shapes without tensors: canonical names, LoRA tensors, parameter and byte counts. No torch.
 
 Canonical names and shapes are Hugging Face's, unfused; every other form of a model (fused, sharded,
 packed, quantised) is derived from them.
@@ -183,11 +183,11 @@ def lora_targets(config: DecoderConfig, lora: LoraSpec) -> list[TensorSpec]:
 def lora_tensors(
     config: DecoderConfig, lora: LoraSpec, dtype: str = "float32"
 ) -> dict[str, TensorSpec]:
-    """Name -> spec of the adapter tensors: `<module>.lora_A.weight` and `<module>.lora_B.weight`."""
+    """Name -> spec of the adapters: `<module>.lora_A.weight` and `<module>.lora_B.weight`."""
     tensors: dict[str, TensorSpec] = {}
     for spec in lora_targets(config, lora):
         module, (num_out, num_in) = spec.name.removesuffix(".weight"), spec.shape
-        # uniform in +-1/sqrt(in), as PEFT draws A
+        # normal, with the variance of the uniform +-1/sqrt(in) that PEFT draws A from
         for part, shape, std in (
             ("lora_A", (lora.rank, num_in), (3.0 * num_in) ** -0.5),
             ("lora_B", (num_out, lora.rank), 0.0),

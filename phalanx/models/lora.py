@@ -1,0 +1,187 @@
+"""Low-rank adapters: injection, PEFT folders in and out, merging into canonical weights.
+
+Legend: S rows, I inputs, O outputs, R rank.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from phalanx.errors import JobError
+from phalanx.models.decoder import Projection
+from phalanx.models.folders import atomic_folder
+from phalanx.models.parameters import initial_values, load_parameters
+from phalanx.models.spec import DecoderConfig, LoraSpec, lora_targets, lora_tensors
+from phalanx.ops.dropout import DropoutKey, keyed_dropout
+
+_PEFT_PREFIX = "base_model.model."
+
+
+class LoraLinear(Projection):
+    """A frozen matrix with a trainable low-rank update; `weight` keeps its canonical name.
+
+    The update is computed in the dtype of the rows (its weights, usually float32, are cast), where
+    PEFT computes it in the dtype of the adapter; in float32 both are the same.
+    """
+
+    def __init__(self, base: nn.Linear, name: str, lora: LoraSpec, dtype: torch.dtype) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = base.in_features, base.out_features
+        self.name, self.scale, self.dropout = name, lora.scale, lora.dropout
+        self.weight = base.weight
+        self.register_parameter("bias", None)
+        with torch.device("meta"):
+            self.lora_A = nn.Linear(base.in_features, lora.rank, bias=False, dtype=dtype)
+            self.lora_B = nn.Linear(lora.rank, base.out_features, bias=False, dtype=dtype)
+        if base.weight.device.type != "meta":
+            self.lora_A.to_empty(device=base.weight.device)
+            self.lora_B.to_empty(device=base.weight.device)
+
+    def forward(self, x_SI: Tensor, dropout: DropoutKey | None = None) -> Tensor:
+        """x W^T + scale (x A^T) B^T, [S, O]."""
+        kept_SI = x_SI
+        if self.training and self.dropout > 0.0:
+            kept_SI = keyed_dropout(x_SI, self.dropout, dropout, self.name)
+        low_SR = F.linear(kept_SI, self.lora_A.weight.to(x_SI.dtype))
+        update_SO = F.linear(low_SR * self.scale, self.lora_B.weight.to(x_SI.dtype))
+        return F.linear(x_SI, self.weight) + update_SO
+
+
+def lora_values(
+    config: DecoderConfig, lora: LoraSpec, seed: int, dtype: str = "float32"
+) -> Iterator[tuple[str, Tensor]]:
+    """(name, fresh value) of every adapter tensor; B is zero, so the model starts unchanged."""
+    return initial_values(seed, lora_tensors(config, lora, dtype).values())
+
+
+def inject(
+    decoder: nn.Module, lora: LoraSpec, *, seed: int = 0, dtype: str = "float32"
+) -> list[str]:
+    """Freeze the decoder and give each target matrix an adapter.
+
+    Call it before sharding. On the meta device the adapters stay unfilled: fill them with
+    `load_parameters(decoder, lora_values(config, lora, seed), strict=False)`.
+
+    Returns:
+        Names of the trainable parameters: `<module>.lora_A.weight`, `<module>.lora_B.weight`.
+    """
+    decoder.requires_grad_(False)
+    modules = dict(decoder.named_modules())
+    for spec in lora_targets(decoder.config, lora):
+        name = spec.name.removesuffix(".weight")
+        if name in modules:  # a pipeline stage holds only some layers
+            parent, _, leaf = name.rpartition(".")
+            adapted = LoraLinear(modules[name], name, lora, getattr(torch, dtype))
+            setattr(modules[parent], leaf, adapted)
+    trainable = {n: p for n, p in decoder.named_parameters() if p.requires_grad}
+    if not any(parameter.is_meta for parameter in trainable.values()):
+        load_parameters(decoder, lora_values(decoder.config, lora, seed, dtype), strict=False)
+    return list(trainable)
+
+
+def merged_tensors(
+    base: Iterable[tuple[str, Tensor]], adapters: Mapping[str, Tensor], lora: LoraSpec
+) -> Iterator[tuple[str, Tensor]]:
+    """Canonical tensors W + scale B A, computed in float32 and rounded once to W's dtype.
+
+    Args:
+        base: (canonical name, tensor), for example `hf.read_tensors(folder)`.
+        adapters: whole adapter tensors by our names (`<module>.lora_A.weight`).
+
+    Raises:
+        JobError: `model/tensor` for an adapter without its matrix or its partner.
+    """
+    left = set(adapters)
+    for name, weight_OI in base:
+        module = name.removesuffix(".weight")
+        parts = [f"{module}.lora_A.weight", f"{module}.lora_B.weight"]
+        if left.isdisjoint(parts):
+            yield name, weight_OI
+            continue
+        left.difference_update(parts)
+        a_RI, b_OR = (_adapter(adapters, part).float() for part in parts)
+        yield name, (weight_OI.float() + lora.scale * (b_OR @ a_RI)).to(weight_OI.dtype)
+    if left:
+        raise JobError("model/tensor", "adapters", min(left), "belongs to no matrix of the base")
+
+
+def _adapter(adapters: Mapping[str, Tensor], name: str) -> Tensor:
+    if name not in adapters:
+        raise JobError("model/tensor", "adapters", name, "is missing beside its partner")
+    return adapters[name]
+
+
+def adapter_tensors(decoder: nn.Module) -> dict[str, Tensor]:
+    """The adapters of a decoder by our names, whole: a sharded one is gathered (a collective)."""
+    return {
+        name: parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter.detach()
+        for name, parameter in decoder.named_parameters()
+        if ".lora_" in name
+    }
+
+
+def save_adapter(
+    target: str | Path,
+    adapters: Mapping[str, Tensor],
+    lora: LoraSpec,
+    *,
+    base_model: str = "",
+    overwrite: bool = False,
+) -> Path:
+    """Write an adapter folder that PEFT loads (adapter_config.json, adapter_model.safetensors)."""
+    modules = sorted({name.rsplit(".lora_", 1)[0] for name in adapters})
+    table = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base_model,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": lora.dropout,
+        "target_modules": modules,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+    }
+    tensors = {_PEFT_PREFIX + name: value.contiguous() for name, value in adapters.items()}
+    with atomic_folder(target, overwrite=overwrite) as folder:
+        (folder / "adapter_config.json").write_text(json.dumps(table, indent=2) + "\n")
+        save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    return Path(target)
+
+
+def load_adapter(folder: str | Path) -> tuple[LoraSpec, dict[str, Tensor]]:
+    """Read a PEFT LoRA folder: its settings and its tensors by our names.
+
+    Raises:
+        JobError: `job/not-found` without the two files, `model/unknown` for an adapter of another
+            kind or an option that the merge would not honour.
+    """
+    path = Path(folder)
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        if not (path / name).is_file():
+            raise JobError("job/not-found", "adapter folder", path, f"has no {name}")
+    table = json.loads((path / "adapter_config.json").read_text())
+    refused = {"peft_type": "LORA", "bias": "none", "use_rslora": False, "use_dora": False}
+    for key, only in refused.items():
+        if table.get(key, only) != only:
+            where = f"{path / 'adapter_config.json'}: {key}"
+            raise JobError("model/unknown", where, table[key], "is not supported", legal=[only])
+    tensors = {
+        name.removeprefix(_PEFT_PREFIX): value
+        for name, value in load_file(path / "adapter_model.safetensors").items()
+    }
+    modules = tuple(sorted({name.rsplit(".lora_", 1)[0] for name in tensors}))
+    lora = LoraSpec(
+        rank=table["r"],
+        alpha=table["lora_alpha"],
+        dropout=table.get("lora_dropout", 0.0),
+        targets=modules,
+    )
+    return lora, tensors
