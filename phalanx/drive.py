@@ -11,23 +11,36 @@ from phalanx.trace import Trace
 from phalanx.worlds.base import World
 
 
-def drive(world: World, *, program: Program | None = None, reacts: Sequence[React] = ()) -> Trace:
+def drive(
+    world: World,
+    *,
+    program: Program | None = None,
+    num_steps: int = 1,
+    reacts: Sequence[React] = (),
+) -> Trace:
     """Carry out `program`, let each React policy answer events, until nothing is left to happen.
 
     Args:
         world: where it happens.
-        program: planned actions, loaded before the first event (None: only reactions).
+        program: planned actions of one step, loaded before the first event (None: only reactions).
+        num_steps: how often the program runs. The next step is loaded after the policies answered
+            the "step" event of the one before, so their actions come first in every lane.
         reacts: policies that decide while running, in order of precedence.
 
     Returns:
         The trace of the ranks that this process plays.
     """
+    steps_left = 0
     if program is not None:
         world.load(program)
+        steps_left = num_steps - 1
     views = [world.view(policy.scope) for policy in reacts]
     states = [policy.start(view) for policy, view in zip(reacts, views)]
     while events := world.next_events():
         for policy, state, view in zip(reacts, states, views):
             decide = partial(policy.on, state, events, view)
             world.issue(world.agree(policy.scope, decide))
+        if program is not None and steps_left and any(event.kind == "step" for event in events):
+            world.load(program)
+            steps_left -= 1
     return world.close()

@@ -27,7 +27,9 @@ class World(Protocol):
         ...
 
     def load(self, program: Program) -> None:
-        """Queue one step of planned actions on the ranks that this process plays."""
+        """Queue one step of planned actions on the ranks that this process plays. One "step" event
+        (item = 1, 2, ... per load) follows when the lowest of these ranks has ended its list; other
+        ranks may lag, their lanes keep the order."""
         ...
 
     def issue(self, actions: Sequence[Action]) -> None:
