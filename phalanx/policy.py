@@ -22,6 +22,14 @@ from typing import Any, ClassVar, NamedTuple
 from phalanx.action import Action
 from phalanx.mesh import Mesh
 
+
+class Policy:
+    """What all shapes share; `registry.register` fills both names in."""
+
+    family: ClassVar[str] = ""
+    policy_name: ClassVar[str] = ""
+
+
 # ---- Spec ------------------------------------------------------------------------------------
 
 
@@ -71,7 +79,7 @@ class Rule:
     reduce_dtype: str = ""
 
 
-class Spec(ABC):
+class Spec(Policy, ABC):
     """Rules per module pattern along one mesh axis: one binder applies, one expander prices."""
 
     axis: str
@@ -99,7 +107,7 @@ class Step(NamedTuple):
         return f"{self.stage}{self.kind}{self.item}"
 
 
-class Order(ABC):
+class Order(Policy, ABC):
     """A schedule: compute-only lists per rank. Transfers are derived from them (`lower`)."""
 
     def num_stages(self, num_ranks: int) -> int:
@@ -131,7 +139,7 @@ class WorkItem(NamedTuple):
     num_bytes: float = 0.0
 
 
-class Assign(ABC):
+class Assign(Policy, ABC):
     """Which bin takes each item, given what came before."""
 
     @abstractmethod
@@ -185,7 +193,7 @@ class View:
     facts: Mapping[str, Any] = field(default_factory=dict)
 
 
-class React(ABC):
+class React(Policy, ABC):
     """Decides while things happen; called once per engine step with all events since.
 
     One leader per scope calls it and broadcasts the actions with (epoch, seq); followers execute.

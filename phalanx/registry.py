@@ -77,6 +77,7 @@ def register(family: str, name: str, *, grain: str, source: Source, status: str 
         if known is not None and known.cls.__qualname__ != cls.__qualname__:
             rule = f"already registered by {known.cls.__module__}; choose another name"
             raise JobError("registry/duplicate", f"policy.{family}", repr(name), rule)
+        cls.family, cls.policy_name = family, name
         _entries[family][name] = Entry(family, name, cls, grain, source, status)
         return cls
 

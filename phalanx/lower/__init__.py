@@ -1,0 +1,124 @@
+"""From decisions to actions: the passes that turn an Order and Specs into a Program.
+
+    order -> context -> tensor -> data -> transport
+
+Each pass lives in one file and walks the chunks of one list, a chunk being one `Step` of the order
+with everything that belongs to it. It is the way torch lowers UNSHARD, REDUCE_GRAD and SEND from a
+compute-only schedule, with durations, bytes and lanes added. Ranks differ in their list only by
+their coordinate on the pipeline axis; all other axes are symmetric, so lowering 4,096 ranks costs
+what lowering one pipeline costs.
+
+Labels: compute "1F0" (grain stage), "1F0/layers.2" (unit), "1F0/layers.2.mlp" (operator); an
+activation exchange "<compute>@tp"; "gather:<unit>:F0" and "reduce:<unit>:0"; transfers as torch
+writes them, "0SEND_F3" and "1RECV_F3".
+
+Handles: "act:<stage>.<item>" leaves a stage forward, "grad:<stage>.<item>" leaves it backward,
+"<unit>/shard", "<unit>/full", "<unit>/grad" are parameters and gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+
+from phalanx.action import Action, Compute, Program
+from phalanx.errors import PlanError
+from phalanx.lower.activations import exchange_activations
+from phalanx.lower.chunk import Chunk, Placed
+from phalanx.lower.data import exchange_parameters
+from phalanx.lower.order import GRAINS, expand_steps
+from phalanx.lower.transport import add_transfers
+from phalanx.mesh import Mesh
+from phalanx.policy import Order, Spec
+from phalanx.workload import StepWork, split_units
+
+__all__ = ["Chunk", "lower"]
+
+# The order of the passes, by the family that a Spec belongs to (its package).
+_ACTIVATION_FAMILIES = ("context", "expert", "tensor")
+_PARAMETER_FAMILIES = ("data",)
+
+
+def lower(
+    work: StepWork,
+    mesh: Mesh,
+    order: Order,
+    specs: Sequence[Spec] = (),
+    *,
+    pipeline_axis: str = "pp",
+    grain: str = "operator",
+    extra_layers: tuple[float, float] = (0.0, 0.0),
+) -> Program:
+    """One training step as actions.
+
+    Args:
+        work: units, micro-batches and element sizes.
+        mesh: the devices; an axis that it lacks counts as one of size 1.
+        order: the pipeline schedule, also when there is one stage only.
+        specs: what wraps the modules, of any Spec families; several of one family compose in the
+            order given (shard, then replicate).
+        grain: size of one compute: "operator" (block), "unit" or "stage". At grain "stage" nothing
+            inside a stage is visible, so no spec may be given.
+        extra_layers: see `workload.split_units`.
+
+    Returns:
+        A program whose lists are shared by all ranks of one pipeline coordinate.
+
+    Raises:
+        PlanError: `order/illegal` from the order or for too few units, `plan/illegal` for a spec
+            on an axis that the mesh lacks or at grain "stage".
+    """
+    _require_legal(mesh, specs, grain)
+    num_ranks = mesh.degree(pipeline_axis)
+    num_stages = order.num_stages(num_ranks)
+    rank_of_stage = order.rank_of_stage(num_ranks)
+    stages = split_units(work.units, num_stages, extra_layers)
+    placed = Placed.of(work, stages, mesh, specs)
+    lists = []
+    for steps in order.order(num_ranks, work.num_items):
+        chunks = expand_steps(steps, placed, grain)
+        for spec in _of_families(specs, _ACTIVATION_FAMILIES):
+            exchange_activations(chunks, placed, spec)
+        for spec in _of_families(specs, _PARAMETER_FAMILIES):
+            exchange_parameters(chunks, placed, spec)
+        lists.append(chunks)
+    add_transfers(lists, placed, rank_of_stage, pipeline_axis)
+    programs = [_finish(chunks, placed) for chunks in lists]
+    return Program.by_axis(mesh, pipeline_axis, programs)
+
+
+def _of_families(specs: Sequence[Spec], families: Sequence[str]) -> list[Spec]:
+    chosen = [spec for spec in specs if spec.family in families]
+    return sorted(chosen, key=lambda spec: families.index(spec.family))  # stable: keeps the order
+
+
+def _require_legal(mesh: Mesh, specs: Sequence[Spec], grain: str) -> None:
+    if grain not in GRAINS:
+        raise PlanError("plan/illegal", "grain", repr(grain), "no such grain", legal=GRAINS)
+    if specs and grain == "stage":
+        rule = "specs wrap units and blocks, which grain 'stage' does not show"
+        raise PlanError("plan/illegal", "grain", "stage", rule, legal=["unit", "operator"])
+    for spec in specs:
+        if spec.axis not in mesh.names:
+            where = f"policy.{spec.family}.axis"
+            rule = f"{mesh!r} has no such axis"
+            raise PlanError("plan/illegal", where, spec.axis, rule, legal=mesh.names)
+
+
+def _finish(chunks: Sequence[Chunk], placed: Placed) -> list[Action]:
+    """The flat list, closed by the optimizer, which waits for every reduction."""
+    actions = list(chain.from_iterable(chunk.actions for chunk in chunks))
+    waits = tuple(a.label for a in actions if a.label.startswith("reduce:"))
+    elements = sum(placed.local_params(unit) for unit in {u for c in chunks for u in c.units})
+    moved = elements * 4 * 7  # AdamW in fp32: reads p, g, m, v and writes p, m, v
+    actions.append(
+        Compute(
+            op="optimizer",
+            label="O",
+            phase="O",
+            after=waits,
+            flops=12.0 * elements,
+            moved_bytes=moved,
+        )
+    )
+    return actions

@@ -1,0 +1,114 @@
+"""What the passes share: the chunks of a list, and where units and their parameters lie."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from math import ceil
+
+from phalanx.action import Action, Compute
+from phalanx.mesh import Mesh
+from phalanx.policy import Spec, Step
+from phalanx.workload import Block, Module, StepWork, Unit
+
+# Words of the binder that cut a module's weight for good over a model axis (Rule.dim says where).
+SPLIT_PLACEMENTS = ("column", "row", "vocab")
+
+
+@dataclass
+class Chunk:
+    """One step of the order with all that belongs to it, in list order.
+
+    Attributes:
+        step: which stage, kind and micro-batch.
+        actions: computes at first; passes weave their actions around them.
+        units: names of the units that the step computes, in the order of its computes.
+    """
+
+    step: Step
+    actions: list[Action]
+    units: tuple[str, ...]
+
+    def computes(self) -> list[tuple[int, Compute]]:
+        """Position and action of each compute."""
+        return [(at, a) for at, a in enumerate(self.actions) if isinstance(a, Compute)]
+
+    def first_on_activations(self) -> int:
+        """Position of the first action that needs the step's input."""
+        return next(at for at, a in enumerate(self.actions) if a.phase == self.step.kind)
+
+    def last_label(self) -> str:
+        """Label of the action whose end makes the step's output complete."""
+        of_step = [a for a in self.actions if a.phase == self.step.kind and a.stage >= 0]
+        return of_step[-1].label
+
+    def wait(self, at: int, *labels: str) -> None:
+        """Let the action at this position wait for more labels."""
+        action = self.actions[at]
+        self.actions[at] = replace(action, after=(*action.after, *labels))
+
+
+@dataclass
+class Placed:
+    """Stages with their units, and how much of each parameter a rank holds.
+
+    Attributes:
+        work: sizes of elements and micro-batches.
+        stages: units of each stage.
+        mesh: the devices.
+        unit_of: unit by name.
+        shapes: unit -> weight shapes that one rank holds once model axes have cut them.
+        reduced: (unit, item) -> label of its latest gradient reduction, for the next data axis.
+        sharded: unit -> degree over which data axes have cut its gradients so far.
+    """
+
+    work: StepWork
+    stages: Sequence[Sequence[Unit]]
+    mesh: Mesh
+    unit_of: dict[str, Unit]
+    shapes: dict[str, list[tuple[int, ...]]]
+    reduced: dict[tuple[str, int], str] = field(default_factory=dict)
+    sharded: dict[str, int] = field(default_factory=dict)
+
+    @staticmethod
+    def of(
+        work: StepWork, stages: Sequence[Sequence[Unit]], mesh: Mesh, specs: Sequence[Spec]
+    ) -> Placed:
+        """Cut every module's shape by the specs that split it."""
+        cutting = [spec for spec in specs if mesh.degree(spec.axis) > 1]
+        shapes: dict[str, list[tuple[int, ...]]] = {}
+        for unit in work.units:
+            shapes[unit.name] = [
+                _local_shape(block, module, cutting, mesh)
+                for block in unit.blocks
+                for module in block.modules
+            ]
+        return Placed(work, stages, mesh, {u.name: u for u in work.units}, shapes)
+
+    def padded_params(self, unit: str, degree: int) -> int:
+        """Elements of a unit when each parameter's dim 0 is cut over `degree` ranks and padded to
+        equal shards, as FSDP2 communicates it."""
+        return sum(_padded(shape, degree) for shape in self.shapes[unit])
+
+    def local_params(self, unit: str) -> int:
+        """Elements that one rank keeps, after model and data axes have cut."""
+        degree = self.sharded.get(unit, 1)
+        return self.padded_params(unit, degree) // degree
+
+
+def _padded(shape: tuple[int, ...], degree: int) -> int:
+    rest = 1
+    for size in shape[1:]:
+        rest *= size
+    return ceil(shape[0] / degree) * degree * rest if shape else degree
+
+
+def _local_shape(
+    block: Block, module: Module, specs: Sequence[Spec], mesh: Mesh
+) -> tuple[int, ...]:
+    shape = list(module.shape)
+    for spec in specs:
+        rule = spec.rule_for(f"{block.name}.{module.name}")
+        if rule is not None and rule.placement in SPLIT_PLACEMENTS:
+            shape[rule.dim] = ceil(shape[rule.dim] / mesh.degree(spec.axis))
+    return tuple(shape)

@@ -1,0 +1,162 @@
+"""Pass 4: data specs gather parameters before computes, free them after, and reduce gradients.
+
+A visit is the run of computes of one unit within one step. With `prefetch` p the gather of a visit
+is issued before the compute of the p-th visit before it, and may start once the visit before that
+has ended: at most p + 1 gathered units wait at a time (FSDP's rate limit), and in a backward pass
+the next gather is queued before this unit's reduction, which shares its lane (PyTorch FSDP paper,
+section 3.3.2).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, replace
+
+from phalanx.action import Action, Alloc, Collective, Free
+from phalanx.lower.chunk import Chunk, Placed
+from phalanx.policy import Exchange, Rule, Spec
+
+
+@dataclass
+class _Visit:
+    chunk: Chunk
+    unit: str
+    labels: list[str]  # of its actions on activations, in order
+    rule: Rule | None
+    freed: str = ""  # label of the Free that ends it, if one does
+
+    @property
+    def first(self) -> str:
+        return self.labels[0]
+
+    @property
+    def last(self) -> str:
+        return self.labels[-1]
+
+    @property
+    def phase(self) -> str:
+        return "F" if self.chunk.step.kind == "F" else "B"
+
+
+def exchange_parameters(chunks: list[Chunk], placed: Placed, spec: Spec) -> None:
+    """Weave the parameter and gradient collectives of `spec` into one rank's chunks.
+
+    Payloads: the unit's parameters in `param_bytes` (gather) or gradients in `grad_bytes`
+    (reduce), each parameter padded to equal shards of dim 0 over the axis, after the cuts of model
+    axes and of the data axes that came before.
+    """
+    degree = placed.mesh.degree(spec.axis)
+    if degree == 1:
+        return
+    visits = [visit for chunk in chunks for visit in _visits(chunk, placed, spec)]
+    remaining = Counter((visit.unit, visit.phase) for visit in visits)
+    gathered: set[str] = set()
+    for at, visit in enumerate(visits):
+        if visit.rule is None:
+            continue
+        remaining[visit.unit, visit.phase] -= 1
+        if visit.unit not in gathered and (rule := _exchange(visit, "before", "params")):
+            _gather(visits, at, placed, spec, rule)
+            gathered.add(visit.unit)
+        keeps = not visit.rule.reshard and remaining[visit.unit, "B"] > 0
+        if visit.unit in gathered and not keeps:
+            _free(visit)
+            gathered.discard(visit.unit)
+        is_last = remaining[visit.unit, "B"] == 0
+        exchange = _exchange(visit, "after", "grads")
+        if exchange and visit.chunk.step.kind != "I" and (exchange.when != "last" or is_last):
+            _reduce(visit, placed, spec, exchange, degree)
+    _shard_held(visits, placed, degree)
+
+
+def _visits(chunk: Chunk, placed: Placed, spec: Spec) -> list[_Visit]:
+    of_unit: dict[str, list[str]] = {unit: [] for unit in chunk.units}
+    owner = {b.name: unit for unit in chunk.units for b in placed.unit_of[unit].blocks}
+    for action in chunk.actions:
+        if action.phase == chunk.step.kind and action.label:
+            of_unit[owner.get(action.layer, action.layer)].append(action.label)
+    return [_Visit(chunk, u, labels, spec.rule_for(u)) for u, labels in of_unit.items()]
+
+
+def _exchange(visit: _Visit, at: str, of: str) -> Exchange | None:
+    found = [e for e in visit.rule.exchanges if (e.phase, e.at, e.of) == (visit.phase, at, of)]
+    return found[0] if found else None
+
+
+def _position(chunk: Chunk, label: str) -> int:
+    return next(at for at, action in enumerate(chunk.actions) if action.label == label)
+
+
+def _free(visit: _Visit) -> None:
+    visit.freed = f"free:{visit.unit}:{visit.phase}{visit.chunk.step.item}"
+    at = _position(visit.chunk, visit.last) + 1
+    visit.chunk.actions[at:at] = [Free(tensor=f"{visit.unit}/full", label=visit.freed)]
+
+
+def _may_start_after(visits: list[_Visit], at: int) -> tuple[str, ...]:
+    """What must have ended before the gather of visit `at`: the visit that leaves room for it, or
+    the unit's own previous visit, whichever is later."""
+    visit = visits[at]
+    own = [i for i in range(at) if visits[i].unit == visit.unit and visits[i].freed]
+    before = max([at - visit.rule.prefetch - 1, *own[-1:]])
+    return (visits[before].freed or visits[before].last,) if before >= 0 else ()
+
+
+def _gather(visits: list[_Visit], at: int, placed: Placed, spec: Spec, exchange: Exchange) -> None:
+    visit = visits[at]
+    degree = placed.mesh.degree(spec.axis)
+    payload = placed.padded_params(visit.unit, degree) * placed.work.param_bytes
+    label = f"gather:{visit.unit}:{visit.phase}{visit.chunk.step.item}"
+    ahead = visits[max(0, at - visit.rule.prefetch)]
+    waits = _may_start_after(visits, at)
+    lane = f"axis:{spec.axis}"
+    common = {"lane": lane, "item": visit.chunk.step.item, "stage": visit.chunk.step.stage}
+    gather = [
+        Alloc(tensor=f"{visit.unit}/full", num_bytes=payload, after=waits, **common),
+        Collective(
+            collective=exchange.collective,
+            axis=spec.axis,
+            label=label,
+            after=waits,
+            layer=visit.unit,
+            tensor=f"{visit.unit}/shard",
+            into=f"{visit.unit}/full",
+            payload_bytes=float(payload),
+            **common,
+        ),
+    ]
+    place = _position(ahead.chunk, ahead.first)
+    ahead.chunk.actions[place:place] = gather
+    for index, action in visit.chunk.computes():
+        if action.label in visit.labels:
+            visit.chunk.actions[index] = replace(action, after=(*action.after, label))
+            break
+
+
+def _reduce(visit: _Visit, placed: Placed, spec: Spec, exchange: Exchange, degree: int) -> None:
+    unit, item = visit.unit, visit.chunk.step.item
+    before = placed.reduced.get((unit, item))
+    share = placed.sharded.get(unit, 1)
+    scatters = exchange.collective == "reduce_scatter"
+    elements = placed.padded_params(unit, share * degree if scatters else share) // share
+    label = f"reduce:{unit}:{item}" + ("" if before is None else f"@{spec.axis}")
+    reduce = Collective(
+        collective=exchange.collective,
+        axis=spec.axis,
+        lane=f"axis:{spec.axis}",
+        label=label,
+        after=(visit.last if before is None else before,),
+        item=item,
+        stage=visit.chunk.step.stage,
+        layer=unit,
+        tensor=f"{unit}/grad",
+        payload_bytes=float(elements * placed.work.grad_bytes),
+    )
+    at = _position(visit.chunk, visit.last if before is None else before) + 1
+    visit.chunk.actions[at:at] = [reduce]
+    placed.reduced[unit, item] = label
+
+
+def _shard_held(visits: list[_Visit], placed: Placed, degree: int) -> None:
+    for unit in {visit.unit for visit in visits if visit.rule and visit.rule.placement == "shard"}:
+        placed.sharded[unit] = placed.sharded.get(unit, 1) * degree
