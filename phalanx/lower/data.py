@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, replace
 
-from phalanx.action import Action, Alloc, Collective, Free
+from phalanx.action import Alloc, Collective, Free
 from phalanx.lower.chunk import Chunk, Placed
 from phalanx.policy import Exchange, Rule, Spec
 
@@ -51,16 +51,18 @@ def exchange_parameters(chunks: list[Chunk], placed: Placed, spec: Spec) -> None
     visits = [visit for chunk in chunks for visit in _visits(chunk, placed, spec)]
     remaining = Counter((visit.unit, visit.phase) for visit in visits)
     gathered: set[str] = set()
+    freed_at: dict[str, int] = {}  # unit -> the visit after which it was last given back
     for at, visit in enumerate(visits):
         if visit.rule is None:
             continue
         remaining[visit.unit, visit.phase] -= 1
         if visit.unit not in gathered and (rule := _exchange(visit, "before", "params")):
-            _gather(visits, at, placed, spec, rule)
+            _gather(visits, at, freed_at.get(visit.unit, -1), placed, spec, rule)
             gathered.add(visit.unit)
         keeps = not visit.rule.reshard and remaining[visit.unit, "B"] > 0
         if visit.unit in gathered and not keeps:
             _free(visit)
+            freed_at[visit.unit] = at
             gathered.discard(visit.unit)
         is_last = remaining[visit.unit, "B"] == 0
         exchange = _exchange(visit, "after", "grads")
@@ -93,22 +95,23 @@ def _free(visit: _Visit) -> None:
     visit.chunk.actions[at:at] = [Free(tensor=f"{visit.unit}/full", label=visit.freed)]
 
 
-def _may_start_after(visits: list[_Visit], at: int) -> tuple[str, ...]:
+def _may_start_after(visits: list[_Visit], at: int, previous: int) -> tuple[str, ...]:
     """What must have ended before the gather of visit `at`: the visit that leaves room for it, or
     the unit's own previous visit, whichever is later."""
     visit = visits[at]
-    own = [i for i in range(at) if visits[i].unit == visit.unit and visits[i].freed]
-    before = max([at - visit.rule.prefetch - 1, *own[-1:]])
+    before = max(at - visit.rule.prefetch - 1, previous)
     return (visits[before].freed or visits[before].last,) if before >= 0 else ()
 
 
-def _gather(visits: list[_Visit], at: int, placed: Placed, spec: Spec, exchange: Exchange) -> None:
+def _gather(
+    visits: list[_Visit], at: int, previous: int, placed: Placed, spec: Spec, exchange: Exchange
+) -> None:
     visit = visits[at]
     degree = placed.mesh.degree(spec.axis)
     payload = placed.padded_params(visit.unit, degree) * placed.work.param_bytes
     label = f"gather:{visit.unit}:{visit.phase}{visit.chunk.step.item}"
     ahead = visits[max(0, at - visit.rule.prefetch)]
-    waits = _may_start_after(visits, at)
+    waits = _may_start_after(visits, at, previous)
     lane = f"axis:{spec.axis}"
     common = {"lane": lane, "item": visit.chunk.step.item, "stage": visit.chunk.step.stage}
     gather = [
