@@ -1,0 +1,245 @@
+"""The one strict loader of jobs: TOML, dotted flags, or both."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import Field, asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from phalanx.errors import JobError, nearest_names
+from phalanx.job.sections import (
+    SECTIONS,
+    DataSection,
+    LimitsSection,
+    ModelSection,
+    ObjectiveSection,
+    PlanSection,
+    ServeSection,
+    TrainSection,
+)
+from phalanx.units import parse_quantity
+
+_WORDS_OF_TRUTH = {"true": True, "false": False}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A resolved job.
+
+    Attributes:
+        name: of the file, without its ending, or "job".
+        origin: dotted key -> "file.toml:12", "flag" or "default".
+    """
+
+    name: str = "job"
+    model: ModelSection = field(default_factory=ModelSection)
+    data: DataSection = field(default_factory=DataSection)
+    train: TrainSection = field(default_factory=TrainSection)
+    serve: ServeSection = field(default_factory=ServeSection)
+    objective: ObjectiveSection = field(default_factory=ObjectiveSection)
+    limits: LimitsSection = field(default_factory=LimitsSection)
+    plan: PlanSection = field(default_factory=PlanSection)
+    origin: Mapping[str, str] = field(default_factory=dict)
+
+    def values(self) -> Iterator[tuple[str, Any, str]]:
+        """(dotted key, value, origin) of every key, in the order of the sections."""
+        for section in SECTIONS:
+            record = getattr(self, section)
+            for each in fields(record):
+                dotted = f"{section}.{each.name}"
+                yield dotted, getattr(record, each.name), self.origin.get(dotted, "default")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Sections as plain tables."""
+        return {section: asdict(getattr(self, section)) for section in SECTIONS}
+
+    @property
+    def result_key(self) -> str:
+        """Hash of all that changes the result: every section but `[plan]`."""
+        table = self.to_dict()
+        del table["plan"]
+        return hashlib.sha256(json.dumps(table, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def load_job(path: str | Path | None = None, flags: Mapping[str, Any] | None = None) -> Job:
+    """Read a job file and let dotted flags override it.
+
+    Args:
+        path: TOML file (None: flags only).
+        flags: dotted key -> value, as text or typed.
+
+    Raises:
+        JobError: `job/not-found`, `job/syntax`, `job/unknown-key` with the nearest keys,
+            `job/bad-value`, `unit/unknown`, `job/missing` for a model that is not named.
+    """
+    text, source = _read(path)
+    given: dict[str, tuple[Any, str]] = {}
+    for dotted, value in _flatten(text, str(path)):
+        given[dotted] = value, f"{source}:{_line_of(text, dotted)}"
+    for dotted, value in (flags or {}).items():
+        _require_key(dotted, f"--{dotted}")
+        given[dotted] = value, "flag"
+    sections = {name: _section(name, given) for name in SECTIONS}
+    origin = {dotted: where for dotted, (_, where) in given.items()}
+    job = Job(name=Path(path).stem if path else "job", origin=origin, **sections)
+    if not job.model.name:
+        rule = "say which model: a folder, a Hub name, 'gemma3-270m', 'tiny' or 'toy'"
+        raise JobError("job/missing", "model.name", None, rule)
+    return job
+
+
+def parse_flags(arguments: Sequence[str]) -> dict[str, str]:
+    """`--train.lr 1e-4 --plan.mesh.tp=2` as dotted key -> text.
+
+    Raises:
+        JobError: `job/syntax` for anything that is not a dotted flag with a value,
+            `job/unknown-key` for a key that no section knows.
+    """
+    flags: dict[str, str] = {}
+    rest = list(arguments)
+    while rest:
+        word = rest.pop(0)
+        name, has_value, value = word.removeprefix("--").partition("=")
+        if not word.startswith("--") or "." not in name:
+            raise JobError("job/syntax", "arguments", repr(word), "expected --section.key VALUE")
+        if not has_value:
+            if not rest:
+                raise JobError("job/syntax", word, None, "this flag needs a value")
+            value = rest.pop(0)
+        _require_key(name, f"--{name}")
+        flags[name] = value
+    return flags
+
+
+def _read(path: str | Path | None) -> tuple[str, str]:
+    if path is None:
+        return "", ""
+    try:
+        return Path(path).read_text(), Path(path).name
+    except OSError as error:
+        here = (
+            [str(p) for p in Path(path).parent.glob("*.toml")] if Path(path).parent.is_dir() else []
+        )
+        legal = nearest_names(str(path), here)
+        raise JobError(
+            "job/not-found", "job file", path, str(error.strerror), legal=legal
+        ) from None
+
+
+def _flatten(text: str, path: str) -> Iterator[tuple[str, Any]]:
+    try:
+        table = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise JobError("job/syntax", path, None, str(error)) from None
+    for section, content in table.items():
+        if section not in SECTIONS:
+            raise _unknown(f"{path}: [{section}]", section, SECTIONS)
+        if not isinstance(content, dict):
+            raise JobError("job/bad-value", section, content, "must be a table of keys")
+        for name, value in content.items():
+            _require_key(f"{section}.{name}", f"{path}: {section}.{name}")
+            yield f"{section}.{name}", value
+
+
+def _unknown(where: str, name: str, legal: Any) -> JobError:
+    return JobError("job/unknown-key", where, None, "no such key", legal=nearest_names(name, legal))
+
+
+def _fields(section: str) -> dict[str, Field]:
+    return {each.name: each for each in fields(SECTIONS[section])}
+
+
+def _require_key(dotted: str, where: str) -> None:
+    section, _, rest = dotted.partition(".")
+    if section not in SECTIONS:
+        raise _unknown(where, section, SECTIONS)
+    name, _, inner = rest.partition(".")
+    known = _fields(section)
+    if name not in known or (inner and not _is_table(known[name])):
+        everywhere = [f"{s}.{n}" for s in SECTIONS for n in _fields(s)]
+        close = [f"{section}.{n}" for n in nearest_names(name, known)]
+        legal = close or nearest_names(dotted, everywhere)
+        raise JobError("job/unknown-key", where, None, "no such key", legal=legal)
+
+
+def _is_table(each: Field) -> bool:
+    return str(each.type).startswith(("Mapping", "Any"))
+
+
+def _section(section: str, given: Mapping[str, tuple[Any, str]]) -> Any:
+    values: dict[str, Any] = {}
+    for name, each in _fields(section).items():
+        dotted = f"{section}.{name}"
+        if dotted in given:
+            values[name] = _typed(each, given[dotted][0], dotted)
+        inner = {
+            k[len(dotted) + 1 :]: v for k, (v, _) in given.items() if k.startswith(f"{dotted}.")
+        }
+        if inner:
+            base = values.get(name, {})
+            base = {"name": base} if isinstance(base, str) and base else dict(base or {})
+            values[name] = base | {k: _plain(v) for k, v in inner.items()}
+    return SECTIONS[section](**values)
+
+
+def _plain(value: Any) -> Any:
+    """Text of a flag as the TOML value that it looks like."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:
+        return value
+
+
+def _typed(each: Field, value: Any, dotted: str) -> Any:
+    kind = str(each.type)
+    if each.metadata["unit"]:
+        value = parse_quantity(_plain(value), each.metadata["unit"], dotted)
+    elif kind != "str":
+        value = _plain(value)
+    if kind == "float" and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
+    if kind == "tuple" and isinstance(value, list):
+        value = tuple(value)
+    legal_type = {"str": str, "int": int, "float": float, "bool": bool, "tuple": tuple}.get(kind)
+    if kind.startswith("Mapping"):
+        legal_type = dict
+    if legal_type and (not isinstance(value, legal_type) or (kind == "int" and value is True)):
+        rule = f"must be {'a table' if legal_type is dict else legal_type.__name__}"
+        raise JobError("job/bad-value", dotted, repr(value), rule)
+    _require_range(each, value, dotted)
+    return value
+
+
+def _require_range(each: Field, value: Any, dotted: str) -> None:
+    choices, low, high = (each.metadata[name] for name in ("choices", "low", "high"))
+    if choices and value not in choices:
+        near = nearest_names(value, choices) or choices
+        raise JobError("job/bad-value", dotted, repr(value), "no such choice", legal=near)
+    if low is not None and value < low:
+        raise JobError("job/bad-value", dotted, value, f"must be at least {low}", legal=[low])
+    if high is not None and value > high:
+        raise JobError("job/bad-value", dotted, value, f"must be at most {high}", legal=[high])
+
+
+def _line_of(text: str, dotted: str) -> int:
+    """Line that sets a key (that of its table when it stands in a sub-table)."""
+    section, name = dotted.split(".", 1)
+    current, found = "", 0
+    for number, line in enumerate(text.splitlines(), 1):
+        stripped = line.strip()
+        if stripped.startswith("["):
+            current = stripped.strip("[]").split("#")[0].strip()
+            if current in (section, dotted) and not found:
+                found = number
+        head = stripped.split("=")[0].strip()
+        if current == section and (head == name or head.startswith(f"{name}.")):
+            return number
+        if not current and head.startswith(dotted):
+            return number
+    return found

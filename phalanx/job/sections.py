@@ -1,0 +1,134 @@
+"""The sections of a job: frozen records whose fields are the keys.
+
+`key(...)` adds what the loader and `phalanx init` need: the meaning, the unit that strings may
+carry, the legal words, the range.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+
+def key(
+    default: Any,
+    doc: str,
+    *,
+    unit: str = "",
+    choices: Sequence[str] = (),
+    low: float | None = None,
+    high: float | None = None,
+) -> Any:
+    """A field of a section.
+
+    Args:
+        default: value when neither file nor flag gives one.
+        doc: one line for `phalanx init` and `job show`.
+        unit: dimension in `units.UNITS`; strings such as "80 GiB" are converted to SI.
+        choices: legal words.
+        low, high: inclusive range.
+    """
+    metadata = {"doc": doc, "unit": unit, "choices": tuple(choices), "low": low, "high": high}
+    if isinstance(default, dict):
+        return field(default_factory=lambda: dict(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSection:
+    """Which model."""
+
+    name: str = key("", "folder, Hub name, 'gemma3-270m' (demo extra), 'tiny' or 'toy'")
+    dtype: str = key("bfloat16", "of frozen weights", choices=("bfloat16", "float32", "float64"))
+    layers: int = key(4, "layers, for 'tiny' and 'toy'", low=1)
+    width: int = key(64, "hidden size, for 'tiny' and 'toy'", low=8)
+    vocabulary: int = key(2048, "entries, for 'tiny'", low=260)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSection:
+    """Which rows, and what happens to rows that do not fit."""
+
+    source: str = key("python-docs", "'python-docs' or a .jsonl file of messages, prompts or text")
+    max_tokens: int = key(512, "longest row and packed length", low=8)
+    too_long: str = key(
+        "error", "what to do with longer rows", choices=("error", "drop", "split", "truncate")
+    )
+    held_out_frac: float = key(0.05, "share of rows kept for evaluation", low=0.0, high=0.5)
+    max_rows: int = key(0, "use at most so many rows (0: all)", low=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainSection:
+    """How it is trained."""
+
+    method: str = key("lora", "what is trained", choices=("lora", "full", "pretrain"))
+    steps: int = key(50, "optimizer steps", low=1)
+    global_batch_tokens: int = key(4096, "tokens of one optimizer step, all devices", low=1)
+    lr: float = key(1e-3, "peak learning rate", low=0.0)
+    warmup_steps: int = key(5, "linear warm-up", low=0)
+    weight_decay: float = key(0.0, "of AdamW", low=0.0)
+    clip_norm: float = key(1.0, "limit of the global gradient norm (0: none)", low=0.0)
+    lora_rank: int = key(16, "rank of the adapters", low=1)
+    lora_alpha: float = key(32.0, "scale: alpha / rank", low=0.0)
+    lora_dropout: float = key(0.0, "on the adapters' input", low=0.0, high=0.9)
+    seed: int = key(0, "of initial values, order of samples and dropout", low=0)
+    eval_rows: int = key(64, "held-out rows per evaluation", low=1)
+    eval_every: int = key(0, "steps between evaluations (0: before and after only)", low=0)
+    item_tokens: tuple = key((), "tokens of each micro-batch, for 'toy'")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeSection:
+    """How the result is served."""
+
+    host: str = key("127.0.0.1", "address to listen on")
+    port: int = key(8000, "port to listen on (0: one that is free)", low=0, high=65535)
+    max_running: int = key(16, "requests in one batch", low=1)
+    max_tokens: int = key(2048, "longest prompt plus output", low=8)
+    load_requests: int = key(8, "requests of the load test of `phalanx run`", low=0)
+    load_output_tokens: int = key(32, "tokens that each of them asks for", low=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ObjectiveSection:
+    """What a better plan has more or less of."""
+
+    minimise: str = key("time", "what to rank by", choices=("time", "cost", "memory"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class LimitsSection:
+    """What must not be exceeded."""
+
+    memory_bytes: float = key(0.0, "per device (0: what the device has)", unit="bytes", low=0.0)
+    time_s: float = key(0.0, "whole job (0: none)", unit="s", low=0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanSection:
+    """How and where; never changes the result."""
+
+    on: str = key("here", "cluster: 'here', or shorthand such as '8xh100'")
+    devices: int = key(0, "how many devices to use (0: all of the cluster)", low=0)
+    mesh: Mapping[str, int] = key({}, "axis sizes, outermost first; must multiply to the devices")
+    pipeline: Any = key("gpipe", "schedule: a name, or a table with its options")
+    data: Any = key("fsdp", "data parallelism: a name, a table, or a list of them")
+    tensor: Any = key("", "tensor parallelism: a name or a table ('' = none)")
+    context: Any = key("", "context parallelism: a name or a table ('' = none)")
+    serve: Any = key("continuous", "serving scheduler: a name or a table")
+    grain: str = key("operator", "of simulation", choices=("operator", "unit", "stage"))
+    profile_steps: int = key(0, "steps of which every operator is recorded", low=0)
+    costs: Mapping[str, float] = key({}, "seconds per op, instead of the machine's rates (toys)")
+
+
+SECTIONS: dict[str, type] = {
+    "model": ModelSection,
+    "data": DataSection,
+    "train": TrainSection,
+    "serve": ServeSection,
+    "objective": ObjectiveSection,
+    "limits": LimitsSection,
+    "plan": PlanSection,
+}
