@@ -1,7 +1,7 @@
 """What is asked: a job, from a TOML file, from flags, or from both.
 
-`[model] [data] [train] [serve] [objective] [limits]` change the result; `[plan]` never does: it only
-says how and where. Every key is also a flag (`--train.lr 1e-4`), a flag beats the file, and
+`[model] [data] [train] [serve] [objective] [limits]` change the result; `[plan]` never does: it
+only says how and where. Every key is also a flag (`--train.lr 1e-4`), a flag beats the file, and
 `origin` says for each value where it came from.
 """
 
