@@ -156,7 +156,7 @@ def toy_work(
     for layer in range(num_layers):
         blocks = tuple(
             Block(
-                name=f"layers.{layer}.mlp{index}",
+                name=f"layers.{layer}.{index}.mlp",
                 op="mlp",
                 modules=modules,
                 flops_per_token=2.0 * sum(module.num_params for module in modules),

@@ -1,0 +1,1 @@
+"""Splitting the products inside a layer over ranks."""
