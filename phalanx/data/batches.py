@@ -1,0 +1,239 @@
+"""The order of samples, the samples of a step, and the packed rows of a rank.
+
+A global counter numbers the samples of all epochs. A step takes the next samples up to the global
+batch, whatever the world looks like; only then are they dealt to ranks and rows. So every sample is
+seen exactly once an epoch on any world size, and a run resumes from one number.
+
+Legend: S tokens of a row, N targets of a row.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from phalanx.data.samples import Samples
+from phalanx.errors import JobError
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """One packed row: documents one after another, no padding.
+
+    Attributes:
+        tokens_S: int64 ids.
+        document_starts: first token of each document; positions restart there.
+        counted_N: tokens whose successor is a target, i.e. rows of hidden states to score.
+        targets_N: the tokens to be predicted there.
+        samples: global counters of the documents; () for a filler that only keeps ranks in step.
+    """
+
+    tokens_S: np.ndarray
+    document_starts: tuple[int, ...]
+    counted_N: np.ndarray
+    targets_N: np.ndarray
+    samples: tuple[int, ...]
+
+    @property
+    def positions_S(self) -> np.ndarray:
+        """0, 1, ... restarting at each document."""
+        starts = np.asarray(self.document_starts)
+        index = np.arange(len(self.tokens_S))
+        return index - starts[np.searchsorted(starts, index, side="right") - 1]
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """What one rank computes in one step.
+
+    Attributes:
+        micro_batches: as many on every rank; the shortest may be fillers.
+        num_counted_global: targets of the step on all ranks, the divisor of the loss.
+        num_tokens_global: tokens of the step on all ranks.
+        next_sample: counter of the first sample of the next step.
+    """
+
+    micro_batches: tuple[MicroBatch, ...]
+    num_counted_global: int
+    num_tokens_global: int
+    next_sample: int
+
+
+class SampleStream:
+    """Samples in training order without end: each epoch in an order of its own.
+
+    Args:
+        samples: the training samples.
+        seed: of the order. The order depends on the content and the seed, not on the file's order.
+    """
+
+    def __init__(self, samples: Samples, seed: int = 0) -> None:
+        if not len(samples):
+            raise JobError("data/empty", "samples", 0, "there is no sample to train on")
+        self.samples, self.seed = samples, seed
+        self._lengths, self._counted = samples.lengths, samples.counted_lengths()
+        self._orders: dict[int, np.ndarray] = {}
+
+    def index(self, counter: int) -> int:
+        """The sample that a global counter names."""
+        epoch, at = divmod(counter, len(self.samples))
+        if epoch not in self._orders:
+            self._orders = {epoch: _epoch_order(self.samples.keys, self.seed, epoch)}
+        return int(self._orders[epoch][at])
+
+    def length(self, counter: int) -> int:
+        """Tokens of a sample."""
+        return int(self._lengths[self.index(counter)])
+
+    def num_counted(self, counter: int) -> int:
+        """Targets of a sample."""
+        return int(self._counted[self.index(counter)])
+
+
+def _epoch_order(keys: np.ndarray, seed: int, epoch: int) -> np.ndarray:
+    salt = _mixed(np.uint64(seed) ^ _mixed(np.uint64(epoch)))
+    mixed = _mixed(keys ^ salt)
+    return np.lexsort((np.arange(len(keys)), mixed))
+
+
+def _mixed(value: np.ndarray | np.uint64) -> np.ndarray:
+    """SplitMix64's finaliser (Steele et al., OOPSLA 2014): 64 well-mixed bits."""
+    with np.errstate(over="ignore"):
+        z = np.asarray(value, dtype=np.uint64) + np.uint64(0x9E3779B97F4A7C15)
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return z ^ (z >> np.uint64(31))
+
+
+def step_samples(stream: SampleStream, start: int, global_batch_tokens: int) -> range:
+    """Counters of the step that begins at `start`: as many as fit, at least one."""
+    counter, total = start, 0
+    while True:
+        total += stream.length(counter)
+        if total > global_batch_tokens and counter > start:
+            return range(start, counter)
+        counter += 1
+        if total >= global_batch_tokens:
+            return range(start, counter)
+
+
+def step_batch(
+    stream: SampleStream,
+    start: int,
+    *,
+    global_batch_tokens: int,
+    row_tokens: int,
+    num_ranks: int,
+    rank: int,
+    counted_weight: float = 0.0,
+) -> StepBatch:
+    """The rows of `rank` in the step whose first sample is `start`.
+
+    Args:
+        global_batch_tokens: tokens of the step on all data-parallel ranks.
+        row_tokens: longest packed row, i.e. tokens of a micro-batch.
+        counted_weight: extra work of a target, in tokens (the head): balances ranks by time.
+
+    Raises:
+        JobError: `job/bad-value` for a sample longer than a row.
+    """
+    counters = step_samples(stream, start, global_batch_tokens)
+    lengths = [stream.length(counter) for counter in counters]
+    counted = [stream.num_counted(counter) for counter in counters]
+    work = [n + counted_weight * c for n, c in zip(lengths, counted)]
+    rows = deal(lengths, work, row_tokens=row_tokens, num_ranks=num_ranks)
+    mine = [pack(stream, [counters[index] for index in row]) for row in rows[rank::num_ranks]]
+    return StepBatch(tuple(mine), sum(counted), sum(lengths), counters.stop)
+
+
+def whole_pass(
+    stream: SampleStream,
+    num_samples: int,
+    *,
+    row_tokens: int,
+    num_ranks: int,
+    rank: int,
+    counted_weight: float = 0.0,
+) -> StepBatch:
+    """The first `num_samples` samples as one step: an evaluation pass."""
+    total = sum(stream.length(counter) for counter in range(num_samples))
+    return step_batch(
+        stream,
+        0,
+        global_batch_tokens=total,
+        row_tokens=row_tokens,
+        num_ranks=num_ranks,
+        rank=rank,
+        counted_weight=counted_weight,
+    )
+
+
+def deal(
+    lengths: Sequence[int], work: Sequence[float], *, row_tokens: int, num_ranks: int
+) -> list[list[int]]:
+    """Documents into the fewest rows per rank: heaviest first, into the lightest row with room.
+
+    Returns:
+        Rows of indices, a whole number of rows per rank; row r belongs to rank r % num_ranks.
+
+    Raises:
+        JobError: `job/bad-value` when a document is longer than a row.
+    """
+    longest = max(lengths)
+    if longest > row_tokens:
+        rule = f"a document has {longest} tokens and rows are never longer than this"
+        raise JobError("job/bad-value", "row_tokens", row_tokens, rule, legal=[longest])
+    rows_per_rank = -(-sum(lengths) // (row_tokens * num_ranks))
+    while True:
+        rows = _dealt(lengths, work, row_tokens, rows_per_rank * num_ranks)
+        if rows is not None:
+            return _rows_by_work(rows, work, num_ranks)
+        rows_per_rank += 1
+
+
+def _dealt(
+    lengths: Sequence[int], work: Sequence[float], row_tokens: int, num_rows: int
+) -> list[list[int]] | None:
+    rows: list[list[int]] = [[] for _ in range(num_rows)]
+    room = [row_tokens] * num_rows
+    lightest = [(0.0, row) for row in range(num_rows)]
+    for index in sorted(range(len(lengths)), key=lambda at: (-work[at], at)):
+        passed = []
+        while lightest and room[lightest[0][1]] < lengths[index]:
+            passed.append(heapq.heappop(lightest))
+        if not lightest:
+            return None
+        weight, row = heapq.heappop(lightest)
+        rows[row].append(index)
+        room[row] -= lengths[index]
+        for entry in (*passed, (weight + work[index], row)):
+            heapq.heappush(lightest, entry)
+    return rows
+
+
+def _rows_by_work(rows: list[list[int]], work: Sequence[float], num_ranks: int) -> list[list[int]]:
+    """Rows sorted so that the rows which ranks compute side by side weigh nearly the same.
+
+    Neighbours are dealt back and forth, so no rank gets the heavier one of every pair.
+    """
+    ordered = sorted(rows, key=lambda row: -sum(work[index] for index in row))
+    turns = [ordered[at : at + num_ranks] for at in range(0, len(ordered), num_ranks)]
+    return [row for at, turn in enumerate(turns) for row in (turn if at % 2 == 0 else turn[::-1])]
+
+
+def pack(stream: SampleStream, counters: Sequence[int]) -> MicroBatch:
+    """These samples in one row; without any, a filler of one token that nothing is learnt from."""
+    if not counters:
+        nothing = np.zeros(0, dtype=np.int64)
+        return MicroBatch(np.zeros(1, dtype=np.int64), (0,), nothing, nothing, ())
+    documents = [stream.samples[stream.index(counter)] for counter in counters]
+    tokens_S = np.concatenate([each.tokens for each in documents]).astype(np.int64)
+    counted_S = np.concatenate([each.counted for each in documents])
+    lengths = [len(each.tokens) for each in documents]
+    starts = (0, *(int(end) for end in np.cumsum(lengths)[:-1]))
+    counted_S[list(starts)] = False
+    targets_at = np.flatnonzero(counted_S)
+    return MicroBatch(tokens_S, starts, targets_at - 1, tokens_S[targets_at], tuple(counters))

@@ -1,0 +1,193 @@
+"""Rows into tokens with the model's own tokenizer; a small tokenizer for models from scratch."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from tokenizers import Encoding, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from phalanx.data.chat import PLAIN_TEMPLATE, ChatTemplate, Rendered
+from phalanx.data.sources import Example
+from phalanx.errors import JobError
+
+_BATCH_ROWS = 1024
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A row as tokens, before the limit on its length.
+
+    Attributes:
+        tokens, counted: int32 ids; targets of the loss (never the first token).
+        cuts: tokens at which a conversation may be split: 0 and where other turns than the
+            assistant's begin; () for plain text, which may be cut anywhere.
+        ends: one past the last token of each learnt turn.
+    """
+
+    tokens: np.ndarray
+    counted: np.ndarray
+    cuts: tuple[int, ...]
+    ends: tuple[int, ...]
+
+
+class TextTokenizer:
+    """`tokenizer.json` with its chat template.
+
+    Args:
+        folder: model folder with tokenizer.json and tokenizer_config.json.
+
+    Raises:
+        JobError: `job/not-found` without tokenizer.json.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        path = self.folder / "tokenizer.json"
+        if not path.is_file():
+            rule = "has no tokenizer.json"
+            raise JobError("job/not-found", "model folder", self.folder, rule)
+        self._tokenizer = Tokenizer.from_file(str(path))
+        self.template = ChatTemplate.from_folder(self.folder)
+        added = self._tokenizer.get_added_tokens_decoder()
+        self._special = frozenset(index for index, token in added.items() if token.special)
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids in use, added tokens included."""
+        return self._tokenizer.get_vocab_size(with_added_tokens=True)
+
+    def token_id(self, key: str) -> int | None:
+        """Id of "bos_token", "eos_token" or "pad_token"; None when there is none."""
+        text = self.template.tokens.get(key, "")
+        return self._tokenizer.token_to_id(text) if text else None
+
+    def content_hash(self) -> str:
+        """Hash of everything that decides how text becomes tokens."""
+        digest = hashlib.sha256((self.folder / "tokenizer.json").read_bytes())
+        digest.update(json.dumps([self.template.source, self.template.tokens]).encode())
+        return digest.hexdigest()
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text as it stands: nothing is added."""
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
+        """The text of ids."""
+        return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special)
+
+    def encode_examples(self, examples: Iterable[Example]) -> Iterator[tuple[Example, Encoded]]:
+        """Every row as tokens, in order.
+
+        Raises:
+            JobError: `data/row` for a conversation that the template refuses, one without an
+                assistant turn, or a turn that does not end in a special token.
+        """
+        for batch in _batches_of(examples, _BATCH_ROWS):
+            rendered = [self._rendered(example) for example in batch]
+            encodings = self._tokenizer.encode_batch(
+                [each.text for each in rendered], add_special_tokens=False
+            )
+            for example, text, encoding in zip(batch, rendered, encodings):
+                marked = self._marked if example.messages else self._plain
+                yield example, marked(example, text, encoding)
+
+    def _rendered(self, example: Example) -> Rendered:
+        if not example.messages:
+            return Rendered(example.text, (), ())
+        rendered = self.template.render_marked(example.messages, example.where)
+        if not rendered.learnt:
+            roles = [each.role for each in example.messages]
+            rule = "has no assistant turn, so nothing to learn"
+            raise JobError("data/row", example.where, roles, rule)
+        return rendered
+
+    def _plain(self, example: Example, text: Rendered, encoding: Encoding) -> Encoded:
+        """[begin] text [end]; everything but the first token counts."""
+        begin, end = self.token_id("bos_token"), self.token_id("eos_token")
+        ids = [i for i in (begin, *encoding.ids, end) if i is not None]
+        tokens = np.asarray(ids, dtype=np.int32)
+        counted = np.ones(len(tokens), dtype=np.bool_)
+        counted[:1] = False
+        return Encoded(tokens, counted, (), (len(tokens),))
+
+    def _marked(self, example: Example, text: Rendered, encoding: Encoding) -> Encoded:
+        """A token counts when it lies wholly inside an assistant turn."""
+        tokens = np.asarray(encoding.ids, dtype=np.int32)
+        offsets = np.asarray(encoding.offsets, dtype=np.int64).reshape(-1, 2)
+        counted = np.zeros(len(tokens), dtype=np.bool_)
+        ends = []
+        for start, end in text.learnt:
+            inside = (offsets[:, 0] >= start) & (offsets[:, 1] <= end)
+            inside &= offsets[:, 0] < offsets[:, 1]
+            last = int(np.flatnonzero(inside)[-1]) if inside.any() else -1
+            if last < 0 or offsets[last, 1] != end or encoding.ids[last] not in self._special:
+                rule = "the chat template does not end an assistant turn in a special token"
+                raise JobError("data/row", example.where, text.text[start:end][-20:], rule)
+            counted |= inside
+            ends.append(last + 1)
+        counted[:1] = False
+        cuts = np.searchsorted(offsets[:, 0], sorted({0, *text.turn_starts}))
+        return Encoded(tokens, counted, tuple(int(cut) for cut in cuts), tuple(ends))
+
+
+def _batches_of(examples: Iterable[Example], size: int) -> Iterator[list[Example]]:
+    batch: list[Example] = []
+    for example in examples:
+        batch.append(example)
+        if len(batch) == size:
+            yield batch
+            batch = []
+    if batch:
+        yield batch
+
+
+_SPECIAL = ("<pad>", "<eos>", "<bos>")
+_SMALL_CONFIG = {
+    "pad_token": "<pad>",
+    "eos_token": "<eos>",
+    "bos_token": "<bos>",
+    "chat_template": PLAIN_TEMPLATE,
+    "tokenizer_class": "PreTrainedTokenizerFast",
+}
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: str | Path) -> Path:
+    """Train a byte-level BPE tokenizer and write it as a tokenizer folder.
+
+    Args:
+        texts: what it should compress well.
+        vocab_size: ids in total; at least 256 bytes and 3 special tokens.
+
+    Returns:
+        `folder`, with tokenizer.json and tokenizer_config.json; ids 0, 1, 2 are pad, eos, bos.
+    """
+    smallest = 256 + len(_SPECIAL)
+    if vocab_size < smallest:
+        rule = f"needs room for 256 bytes and {len(_SPECIAL)} special tokens"
+        raise JobError("job/bad-value", "vocab_size", vocab_size, rule, legal=[smallest])
+    tokenizer = Tokenizer(models.BPE())
+    words = Regex(r" ?\w+| ?[^\s\w]+|\s+")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(words, behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=list(_SPECIAL),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps(_SMALL_CONFIG, indent=1) + "\n")
+    return folder
