@@ -25,8 +25,9 @@ def atomic_folder(target: str | Path, *, overwrite: bool = False) -> Iterator[Pa
     scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:
         yield scratch
-        scratch.chmod(0o755)
         for path in [*scratch.rglob("*"), scratch]:
+            # scratch folders and safetensors files are private to their owner until here
+            path.chmod((0o777 if path.is_dir() else 0o666) & ~_umask())
             _sync(path)
         _put(scratch, target, overwrite)
         _sync(target.parent)
@@ -54,6 +55,12 @@ def _put(scratch: Path, target: Path, overwrite: bool) -> None:
         shutil.rmtree(retired)
     else:
         os.rename(scratch, target)
+
+
+def _umask() -> int:
+    mask = os.umask(0)  # can only be read by setting it
+    os.umask(mask)
+    return mask
 
 
 def _sync(path: Path) -> None:

@@ -19,7 +19,7 @@ from phalanx.models.parameters import load_parameters
 from phalanx.models.spec import DecoderConfig, TensorSpec, canonical_tensors, read_config
 
 INDEX = "model.safetensors.index.json"
-TOKENIZER_FILES = (
+COMPANION_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "tokenizer.model",
@@ -27,6 +27,9 @@ TOKENIZER_FILES = (
     "added_tokens.json",
     "chat_template.jinja",
     "generation_config.json",
+    "LICENSE",
+    "Notice",
+    "GEMMA_TERMS.html",
 )
 
 
@@ -107,7 +110,7 @@ def save_folder(
     config: DecoderConfig,
     tensors: Iterable[tuple[str, Tensor]],
     *,
-    tokenizer_from: str | Path | None = None,
+    extras_from: str | Path | None = None,
     max_shard_bytes: float = 4e9,
     overwrite: bool = False,
 ) -> Path:
@@ -115,7 +118,7 @@ def save_folder(
 
     Args:
         tensors: every canonical tensor once, in any order; only one shard is held in memory.
-        tokenizer_from: folder whose tokenizer and generation files are copied.
+        extras_from: folder whose tokenizer, generation and licence files are copied.
 
     Raises:
         JobError: `model/tensor` for an unknown, doubled, missing or misshapen tensor;
@@ -123,20 +126,20 @@ def save_folder(
     """
     with atomic_folder(target, overwrite=overwrite) as folder:
         _write_shards(folder, canonical_tensors(config), tensors, max_shard_bytes)
-        _write_json(folder / "config.json", config.to_huggingface())
+        write_json(folder / "config.json", config.to_huggingface())
         generation = {
             "bos_token_id": config.bos_token,
             "eos_token_id": list(config.eos_tokens),
             "pad_token_id": config.pad_token,
         }
-        _write_json(folder / "generation_config.json", generation)
-        for name in TOKENIZER_FILES if tokenizer_from is not None else ():
-            if (source := Path(tokenizer_from) / name).is_file():
+        write_json(folder / "generation_config.json", generation)
+        for name in COMPANION_FILES if extras_from is not None else ():
+            if (source := Path(extras_from) / name).is_file():
                 shutil.copyfile(source, folder / name)
     return Path(target)
 
 
-def _write_json(path: Path, table: dict) -> None:
+def write_json(path: Path, table: dict) -> None:
     path.write_text(json.dumps(table, indent=2) + "\n")
 
 
@@ -190,4 +193,4 @@ def _name_shards(folder: Path, shards: list[list[str]], total_bytes: int) -> Non
         (folder / f"{number}.part").rename(folder / file)
         weight_map |= dict.fromkeys(names, file)
     table = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
-    _write_json(folder / INDEX, table)
+    write_json(folder / INDEX, table)
