@@ -25,6 +25,8 @@ CODES: dict[str, str] = {
     "mesh/rank": "a rank or coordinate outside the mesh",
     "layout/divide": "a dimension that an axis does not divide",
     "layout/rank": "a layout whose rank differs from its tensor's",
+    "layout/axis": "an axis that a layout places twice or nowhere",
+    "layout/rule": "a rule of cutting that does not exist",
     "layout/mismatch": "layouts of different tensors",
     "order/missing": "a schedule lacks an action",
     "order/doubled": "a schedule has an action twice",
@@ -55,6 +57,9 @@ CODES: dict[str, str] = {
     "environment/trust": "a file whose format could run code",
     "serve/request": "a request that cannot be served",
     "report/gate": "a gated row outside its tolerance",
+    "system/unreproduced": "a system that has no reproduction yet",
+    "cli/usage": "a command line that cannot be read",
+    "cli/file": "a file that cannot be written",
 }
 
 
