@@ -114,7 +114,7 @@ class Trace:
         head |= {"vocabulary": {k: list(v) for k, v in self.vocabulary.items()}}
         head |= {"notes": dict(self.notes)}
         with open(path, "wb") as file:
-            np.savez_compressed(file, head=np.asarray(json.dumps(head)), **self.columns)
+            np.savez_compressed(file, **{"head": np.asarray(json.dumps(head)), **self.columns})  # type: ignore[arg-type]
 
     @staticmethod
     def load(path: str | Path) -> Trace:

@@ -22,7 +22,7 @@ class _Visit:
     chunk: Chunk
     unit: str
     labels: list[str]  # of its actions on activations, in order
-    rule: Rule | None
+    rule: Rule
     freed: str = ""  # label of the Free that ends it, if one does
 
     @property
@@ -53,8 +53,6 @@ def exchange_parameters(chunks: list[Chunk], placed: Placed, spec: Spec) -> None
     gathered: set[str] = set()
     freed_at: dict[str, int] = {}  # unit -> the visit after which it was last given back
     for at, visit in enumerate(visits):
-        if visit.rule is None:
-            continue
         remaining[visit.unit, visit.phase] -= 1
         if visit.unit not in gathered and (rule := _exchange(visit, "before", "params")):
             _gather(visits, at, freed_at.get(visit.unit, -1), placed, spec, rule)
@@ -72,12 +70,14 @@ def exchange_parameters(chunks: list[Chunk], placed: Placed, spec: Spec) -> None
 
 
 def _visits(chunk: Chunk, placed: Placed, spec: Spec) -> list[_Visit]:
-    of_unit: dict[str, list[str]] = {unit: [] for unit in chunk.units}
+    """The visits of units that `spec` has a rule for."""
+    labels: dict[str, list[str]] = {unit: [] for unit in chunk.units}
     owner = {b.name: unit for unit in chunk.units for b in placed.unit_of[unit].blocks}
     for action in chunk.actions:
         if action.phase == chunk.step.kind and action.label:
-            of_unit[owner.get(action.layer, action.layer)].append(action.label)
-    return [_Visit(chunk, u, labels, spec.rule_for(u)) for u, labels in of_unit.items()]
+            labels[owner.get(action.layer, action.layer)].append(action.label)
+    ruled = [(unit, rule) for unit in chunk.units if (rule := spec.rule_for(unit)) is not None]
+    return [_Visit(chunk, unit, labels[unit], rule) for unit, rule in ruled]
 
 
 def _exchange(visit: _Visit, at: str, of: str) -> Exchange | None:
@@ -112,20 +112,28 @@ def _gather(
     label = f"gather:{visit.unit}:{visit.phase}{visit.chunk.step.item}"
     ahead = visits[max(0, at - visit.rule.prefetch)]
     waits = _may_start_after(visits, at, previous)
-    lane = f"axis:{spec.axis}"
-    common = {"lane": lane, "item": visit.chunk.step.item, "stage": visit.chunk.step.stage}
+    lane, step = f"axis:{spec.axis}", visit.chunk.step
     gather = [
-        Alloc(tensor=f"{visit.unit}/full", num_bytes=payload, after=waits, **common),
+        Alloc(
+            tensor=f"{visit.unit}/full",
+            num_bytes=payload,
+            after=waits,
+            lane=lane,
+            item=step.item,
+            stage=step.stage,
+        ),
         Collective(
             collective=exchange.collective,
             axis=spec.axis,
             label=label,
+            lane=lane,
             after=waits,
+            item=step.item,
+            stage=step.stage,
             layer=visit.unit,
             tensor=f"{visit.unit}/shard",
             into=f"{visit.unit}/full",
             payload_bytes=float(payload),
-            **common,
         ),
     ]
     place = _position(ahead.chunk, ahead.first)
@@ -161,5 +169,5 @@ def _reduce(visit: _Visit, placed: Placed, spec: Spec, exchange: Exchange, degre
 
 
 def _shard_held(visits: list[_Visit], placed: Placed, degree: int) -> None:
-    for unit in {visit.unit for visit in visits if visit.rule and visit.rule.placement == "shard"}:
+    for unit in {visit.unit for visit in visits if visit.rule.placement == "shard"}:
         placed.sharded[unit] = placed.sharded.get(unit, 1) * degree

@@ -83,9 +83,11 @@ def _deliver(
     width = placed.stages[boundary][-1].out_bytes_per_token
     payload = placed.work.item_tokens[step.item] * width
     tensor = f"{'act' if kind == 'F' else 'grad'}:{step.stage}.{step.item}"
-    common = {"axis": axis, "tensor": tensor, "payload_bytes": payload, "item": step.item}
     send = Send(
-        **common,
+        axis=axis,
+        tensor=tensor,
+        payload_bytes=payload,
+        item=step.item,
         peer=peer,
         label=f"{step.stage}SEND_{kind}{step.item}",
         lane=f"send:{axis}:{peer}",
@@ -93,7 +95,10 @@ def _deliver(
         stage=step.stage,
     )
     receive = Recv(
-        **common,
+        axis=axis,
+        tensor=tensor,
+        payload_bytes=payload,
+        item=step.item,
         peer=rank,
         label=f"{consumer}RECV_{kind}{step.item}",
         lane=f"recv:{axis}:{rank}",

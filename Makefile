@@ -1,0 +1,44 @@
+# The two commands of the README are `make run` and `make test`; both install what they need.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: install run run-check test check bench soak clean
+
+install: $(READY)
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade pip
+	$(BIN)/python -m pip install --disable-pip-version-check --progress-bar off --quiet \
+		--constraint constraints.txt --editable '.[torch,serve,report,hf,demo,dev]'
+	touch $(READY)
+
+# Plan, tune, export, serve and report a real Gemma 3 270M on two local processes.
+run: install
+	$(BIN)/phalanx run examples/gemma3-270m.toml
+
+# The same with the report's gates: exit 1 when one is missed.
+run-check: install
+	$(BIN)/phalanx run examples/gemma3-270m.toml --check
+
+test: install
+	$(BIN)/python -m pytest -q -m "not slow"
+
+# Style, types, import rules and the tests that need no process: under three minutes.
+check: install
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -q -m "not slow and not dist and not demo" --timeout 60
+
+bench: install
+	mkdir -p runs/bench
+	for file in benchmarks/*.py; do $(BIN)/python $$file --json runs/bench/$$(basename $$file .py).json || exit 1; done
+
+soak: install
+	$(BIN)/python -m pytest -q -m slow
+
+clean:
+	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache .hypothesis
