@@ -84,8 +84,8 @@ def run_ranks(
 
     Args:
         timeout_s: for the whole call, and for each wait inside its process group.
-        backend: of the default process group ("logged:gloo" and the like after registration in
-            `fn` do not work here; make such groups inside). None: no group.
+        backend: of the default process group; the logged form of a backend (worlds.logged_group)
+            is "logged_gloo". None: no group.
         may_die: ranks whose death is part of the test.
         respawn: start a rank of `may_die` again after its death, once.
 
@@ -329,6 +329,10 @@ def _run_task(task, rank, port, world_size, timeout_s, backend) -> Any:
     timeout = timedelta(seconds=timeout_s)
     _store = torch.distributed.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
     if backend is not None:
+        if backend.startswith("logged_"):
+            from phalanx.worlds.logged_group import backend_name
+
+            backend = backend_name(backend.removeprefix("logged_"))
         torch.distributed.init_process_group(
             backend, store=_store, rank=rank, world_size=world_size, timeout=timeout
         )
@@ -347,6 +351,6 @@ def _answer(answers: Connection, main_thread: int) -> None:
 
 
 def _last_collective() -> str:
-    module = sys.modules.get("phalanx.worlds.logged_group")
+    module = sys.modules.get("phalanx.worlds.comm_log")
     last = module.last_collective() if module is not None else None
     return f"last collective: {last or 'none logged'}"

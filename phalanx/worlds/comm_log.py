@@ -1,0 +1,180 @@
+"""What was sent: one row per operation of this process, kept step by step.
+
+Bytes follow `action.Collective`: `payload_bytes` is the whole logical tensor on one rank (gathered
+output, reduce-scatter input, reduced tensor, all-to-all input), independent of the algorithm.
+Times: from issue until the caller has waited, so an upper bound where compute ran in between. Rows
+of an accelerator are timed by events on the issuing stream, in the same sense.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from phalanx.trace import Trace, TraceBuilder
+
+P2P = ("send", "recv")
+
+
+class CommRow:
+    """One operation of one rank.
+
+    Attributes:
+        name: the same on all ranks that take part: "tp#3" is the fourth collective of my tp group,
+            "pp:0>1#2" the third message from 0 to 1 (coordinates on the axis).
+        peer: global rank of the other end of a message (-1: none or any).
+        start_s, end_s: of `time.perf_counter`; `end_s` is the issue's end until someone waited.
+        events: start and end on an accelerator's stream, or None.
+    """
+
+    __slots__ = (
+        *("axis", "kind", "name", "peer", "payload_bytes", "group_size"),
+        *("start_s", "end_s", "waited", "events"),
+    )
+
+    def __init__(self, axis, kind, name, peer, payload_bytes, group_size) -> None:
+        self.axis, self.kind, self.name, self.peer = axis, kind, name, peer
+        self.payload_bytes, self.group_size = payload_bytes, group_size
+        self.waited, self.events = False, None
+        self.start_s = self.end_s = perf_counter()
+
+    def __str__(self) -> str:
+        state = "done" if self.waited else "not seen to end"
+        return f"{self.kind} {self.name}, {self.payload_bytes} bytes, {state}"
+
+    @property
+    def wire_bytes(self) -> float:
+        """Bytes that this rank puts on the wire."""
+        return wire_bytes(self.kind, self.payload_bytes, self.group_size)
+
+
+def wire_bytes(kind: str, payload_bytes: float, group_size: int) -> float:
+    """Bytes that one rank sends under the bandwidth-optimal algorithm."""
+    others_frac = (group_size - 1) / group_size
+    if kind in P2P:
+        return payload_bytes if kind == "send" else 0.0
+    return payload_bytes * others_frac * (2.0 if kind == "all_reduce" else 1.0)
+
+
+class CommLog:
+    """The communication of this process, step by step; nothing is kept outside `step`.
+
+    Args:
+        rank: global rank, written into every row.
+        origin_s: `time.perf_counter` that counts as 0 (None: now).
+    """
+
+    def __init__(self, rank: int, origin_s: float | None = None) -> None:
+        self.rank = rank
+        self.origin_s = perf_counter() if origin_s is None else origin_s
+        self.rows: list[CommRow] = []
+        self._steps: list[tuple[int, float, float, int]] = []  # number, start, end, first row
+        self._device_zero: tuple[float, torch.Event] | None = None
+
+    @contextmanager
+    def step(self, number: int) -> Iterator[None]:
+        """Keep the communication of this block as step `number`."""
+        global _active
+        outer, _active = _active, self
+        first, start_s = len(self.rows), perf_counter()
+        try:
+            yield
+        finally:
+            _active = outer
+            self._steps.append((number, start_s, perf_counter(), first))
+
+    def seen(self, kinds: Sequence[str] = ()) -> list[tuple[str, str, int]]:
+        """(axis, kind, payload bytes) in order of issue; all kinds unless some are named."""
+        rows = (row for row in self.rows if not kinds or row.kind in kinds)
+        return [(row.axis, row.kind, row.payload_bytes) for row in rows]
+
+    def clear(self) -> None:
+        """Forget all rows and steps."""
+        self.rows, self._steps = [], []
+
+    def trace_rows(self) -> Iterator[dict[str, Any]]:
+        """Rows for a TraceBuilder: a span per step, then its communication."""
+        ends = [first for *_, first in self._steps[1:]] + [len(self.rows)]
+        for (number, start_s, end_s, first), after in zip(self._steps, ends):
+            span = {"action_id": f"step{number}", "operator": "step", "lane": "step"}
+            times = {"start_s": start_s - self.origin_s, "dur_s": end_s - start_s}
+            yield {"rank": self.rank, "step": number} | span | times
+            for row in self.rows[first:after]:
+                yield self._trace_row(row, number)
+
+    def trace(self, job: str = "") -> Trace:
+        """The rows so far as a measured trace."""
+        builder = TraceBuilder("measured", job)
+        builder.extend(self.trace_rows())
+        return builder.build()
+
+    def _trace_row(self, row: CommRow, step: int) -> dict[str, Any]:
+        start_s, end_s = self._device_times(row) if row.events else (row.start_s, row.end_s)
+        lane = f"{row.kind}:{row.axis}" if row.kind in P2P else f"axis:{row.axis}"
+        return {
+            "rank": self.rank,
+            "step": step,
+            "action_id": row.name,
+            "operator": row.kind,
+            "lane": lane,
+            "axis": row.axis,
+            "peer": row.peer,
+            "start_s": start_s - self.origin_s,
+            "dur_s": end_s - start_s,
+            "payload_bytes": float(row.payload_bytes),
+            "wire_bytes": row.wire_bytes,
+        }
+
+    def _device_times(self, row: CommRow) -> tuple[float, float]:
+        start, end = row.events
+        last = end or start
+        last.synchronize()
+        host_s, zero = self._device_zero
+        start_s = host_s + zero.elapsed_time(start) / 1e3
+        return start_s, start_s + start.elapsed_time(last) / 1e3
+
+    def _start_clock(self, row: CommRow, device: torch.device) -> None:
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return
+        if self._device_zero is None:
+            torch.accelerator.synchronize(device)  # once, so that the two clocks meet
+            self._device_zero = (perf_counter(), _marked(device))
+        row.events = (_marked(device), None)
+
+
+def _marked(device: torch.device) -> torch.Event:
+    event = torch.Event(device, enable_timing=True)
+    event.record()
+    return event
+
+
+_active: CommLog | None = None
+_last: CommRow | None = None
+
+
+def issued(row: CommRow, device: torch.device | None) -> None:
+    """An operation on tensors of `device` (None: it has none) is about to be issued."""
+    global _last
+    _last = row
+    if _active is not None:
+        _active.rows.append(row)
+        if device is not None and device.type != "cpu":
+            _active._start_clock(row, device)
+
+
+def waited(rows: Sequence[CommRow]) -> None:
+    """The caller has waited for these operations."""
+    now_s = perf_counter()
+    for row in rows:
+        row.end_s, row.waited = now_s, True
+        if row.events and row.events[1] is None:
+            row.events = (row.events[0], _marked(row.events[0].device))
+
+
+def last_collective() -> str | None:
+    """The newest operation of this process, for messages about hangs; None before the first."""
+    return None if _last is None else str(_last)

@@ -1,0 +1,83 @@
+"""Logical groups: each epoch fresh, waits end when it is over."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+import torch
+
+from phalanx.errors import WorldError
+from phalanx.worlds.groups import LogicalGroup
+from tests.ranks import DIED, current_store, run_ranks
+
+pytestmark = pytest.mark.dist
+
+
+def sum_of_ids(group: LogicalGroup, exchange) -> float:
+    total = torch.tensor([float(group.my_id)])
+    group.wait(exchange.allreduce([total]))
+    return total.item()
+
+
+def shrink_and_grow(rank: int, world_size: int) -> list[float]:
+    group = LogicalGroup(current_store(), "islands", my_id=10 * rank, timeout_s=10.0)
+    sums = []
+    for epoch, members in enumerate([(0, 10, 20), (20, 0), (0, 10, 20)]):
+        if group.my_id in members:
+            sums.append(sum_of_ids(group, group.form(members, epoch)))
+    group.close()
+    return sums
+
+
+def test_each_epoch_sums_over_its_own_members():
+    sums = run_ranks(shrink_and_grow, 3, backend=None)
+    assert sums == [[30.0, 20.0, 30.0], [30.0, 30.0], [30.0, 20.0, 30.0]]
+
+
+def form_wrongly(rank: int, world_size: int) -> list[str]:
+    group = LogicalGroup(current_store(), "islands", my_id=0, timeout_s=0.5)
+    codes = []
+    for members, epoch in [((1, 2), 0), ((0,), 3), ((0,), 3), ((0, 1), 4)]:
+        try:
+            group.form(members, epoch)
+        except WorldError as error:
+            codes.append(f"{error.code} {error.legal}")
+    return codes
+
+
+def test_wrong_epochs_are_refused_and_absent_members_named():
+    codes = run_ranks(form_wrongly, 1, backend=None)[0]
+    assert codes == ["world/membership (1, 2)", "world/membership (4,)", "world/timeout ()"]
+
+
+def lose_a_member(rank: int, world_size: int) -> tuple[str, float, float]:
+    group = LogicalGroup(current_store(), "islands", my_id=rank, timeout_s=20.0)
+    exchange = group.form((0, 1, 2), 0)
+    sum_of_ids(group, exchange)
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == 1:  # its neighbour never joins this exchange either
+        time.sleep(0.5)
+    else:
+        threading.Timer(0.3, group.abort).start()
+    start_s = time.monotonic()
+    try:
+        group.wait(exchange.allreduce([torch.ones(1)]))
+        code = "no error"
+    except WorldError as error:
+        code = error.code
+    del exchange
+    total = sum_of_ids(group, group.form((0, 1), 1))
+    return code, total, time.monotonic() - start_s
+
+
+def test_survivors_of_a_kill_form_the_next_epoch_without_waiting_for_the_timeout():
+    first, second, third = run_ranks(lose_a_member, 3, backend=None, may_die=(2,))
+    assert third == DIED
+    for code, total, took_s in (first, second):
+        assert code == "world/membership" and total == 1.0
+        assert took_s < 10.0
