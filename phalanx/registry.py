@@ -12,9 +12,12 @@ from dataclasses import MISSING, dataclass, fields
 from importlib import import_module
 from importlib.metadata import entry_points
 from pkgutil import iter_modules
-from typing import Any
+from typing import Any, TypeVar
 
 from phalanx.errors import JobError, nearest_names
+from phalanx.policy import Policy
+
+PolicyT = TypeVar("PolicyT", bound=type[Policy])
 
 SHAPE_OF_FAMILY: dict[str, str] = {
     "data": "spec",
@@ -52,7 +55,7 @@ class Entry:
 
     family: str
     name: str
-    cls: type
+    cls: type[Policy]
     grain: str
     source: Source
     status: str
@@ -71,7 +74,7 @@ def register(family: str, name: str, *, grain: str, source: Source, status: str 
     """
     assert grain in GRAINS and status in STATUSES, (grain, status)
 
-    def add(cls: type) -> type:
+    def add(cls: PolicyT) -> PolicyT:
         require_family(family)
         known = _entries[family].get(name)
         if known is not None and known.cls.__qualname__ != cls.__qualname__:
@@ -151,7 +154,7 @@ def build(family: str, options: str | Mapping[str, Any], where: str = "") -> Any
     if name is None:
         raise JobError("job/missing", f"{where}.name", None, f"a {family} policy needs a name")
     cls = lookup(family, str(name), where).cls
-    known = {f.name: f for f in fields(cls)}
+    known = {f.name: f for f in fields(cls)}  # type: ignore[arg-type]
     for key in table:
         if key not in known:
             legal = nearest_names(key, known)

@@ -235,8 +235,10 @@ def _line_of(text: str, dotted: str) -> int:
         stripped = line.strip()
         if stripped.startswith("["):
             current = stripped.strip("[]").split("#")[0].strip()
-            if current in (section, dotted) and not found:
-                found = number
+            if current == dotted:
+                return number
+            if current == section:
+                found = found or number
         head = stripped.split("=")[0].strip()
         if current == section and (head == name or head.startswith(f"{name}.")):
             return number

@@ -1,0 +1,117 @@
+"""Jobs: what is accepted, what is refused, and where each value came from."""
+
+import pytest
+
+from phalanx.errors import JobError
+from phalanx.job import load_job, parse_flags
+
+JOB = """
+[model]
+name = "toy"
+layers = 6
+
+[train]
+item_tokens = [5, 7]
+
+[limits]
+memory_bytes = "2 GiB"
+
+[plan]
+mesh = {pp = 2, shard = 2}
+
+[plan.data]
+name = "fsdp"
+prefetch = 1
+"""
+
+
+@pytest.fixture
+def job_file(tmp_path):
+    path = tmp_path / "small.toml"
+    path.write_text(JOB)
+    return path
+
+
+def refused(job_file, *arguments):
+    with pytest.raises(JobError) as caught:
+        load_job(job_file, parse_flags(list(arguments)))
+    return caught.value
+
+
+def test_file_values_flags_and_defaults_resolve_in_this_order(job_file):
+    job = load_job(job_file, parse_flags(["--model.layers", "8", "--plan.mesh.tp=2"]))
+    assert (job.name, job.model.layers, job.train.item_tokens) == ("small", 8, (5, 7))
+    assert dict(job.plan.mesh) == {"pp": 2, "shard": 2, "tp": 2}
+    assert job.limits.memory_bytes == 2 * 2**30
+    assert job.data.max_tokens == 512
+
+
+def test_every_value_tells_its_origin(job_file):
+    job = load_job(job_file, parse_flags(["--train.lr", "1e-4"]))
+    origins = {dotted: where for dotted, _, where in job.values()}
+    assert origins["model.layers"] == "small.toml:4"
+    assert origins["limits.memory_bytes"] == "small.toml:10"
+    assert origins["plan.data"] == "small.toml:15"
+    assert origins["train.lr"] == "flag"
+    assert origins["data.source"] == "default"
+
+
+def test_the_plan_section_never_changes_the_result_key(job_file):
+    plain = load_job(job_file)
+    replanned = load_job(job_file, parse_flags(["--plan.pipeline", "1f1b", "--plan.devices=4"]))
+    retrained = load_job(job_file, parse_flags(["--train.seed", "1"]))
+    assert plain.result_key == replanned.result_key != retrained.result_key
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "code", "legal"),
+    [
+        ("--train.lrr", "1", "job/unknown-key", "train.lr"),
+        ("--tarin.lr", "1", "job/unknown-key", "train"),
+        ("--model.name.inner", "1", "job/unknown-key", "model.name"),
+        ("--train.lr", "fast", "job/bad-value", None),
+        ("--train.steps", "1.5", "job/bad-value", None),
+        ("--train.steps", "0", "job/bad-value", 1),
+        ("--train.steps", "true", "job/bad-value", None),
+        ("--data.too_long", "dropp", "job/bad-value", "drop"),
+        ("--data.held_out_frac", "0.9", "job/bad-value", 0.5),
+        ("--limits.memory_bytes", "3 Gb", "unit/unknown", "GB"),
+        ("--limits.time_s", "3 hours", "unit/unknown", None),
+    ],
+)
+def test_bad_values_are_refused_with_the_nearest_legal_ones(job_file, flag, value, code, legal):
+    error = refused(job_file, flag, value)
+    assert error.code == code
+    assert legal is None or legal in error.legal
+
+
+@pytest.mark.parametrize("arguments", [["train.lr", "1"], ["--train.lr"], ["--lr", "1"]])
+def test_flags_that_are_not_dotted_or_lack_a_value_are_refused(arguments):
+    with pytest.raises(JobError) as caught:
+        parse_flags(arguments)
+    assert caught.value.code == "job/syntax"
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        ("[model\nname = 1", "job/syntax"),
+        ("[modle]\nname = 'toy'", "job/unknown-key"),
+        ("[model]\nnmae = 'toy'", "job/unknown-key"),
+        ("model = 3", "job/bad-value"),
+        ("[train]\nsteps = 3", "job/missing"),
+    ],
+)
+def test_bad_files_are_refused(tmp_path, text, code):
+    path = tmp_path / "bad.toml"
+    path.write_text(text)
+    with pytest.raises(JobError) as caught:
+        load_job(path)
+    assert caught.value.code == code
+
+
+def test_a_missing_file_names_its_neighbours(job_file):
+    with pytest.raises(JobError) as caught:
+        load_job(job_file.with_name("smal.toml"))
+    assert caught.value.code == "job/not-found"
+    assert str(job_file) in caught.value.legal

@@ -1,0 +1,89 @@
+"""Plans are lockfiles: they survive a round trip and refuse to run elsewhere."""
+
+import json
+
+import pytest
+
+from phalanx.errors import PlanError
+from phalanx.plan import Plan, Pool, RoleProgram, Transition
+
+
+@pytest.fixture
+def plan():
+    program = RoleProgram(
+        pool="all",
+        mesh={"pp": 2, "shard": 2},
+        order={"family": "pipeline", "name": "1f1b"},
+        specs=({"family": "tensor", "name": "megatron", "axis": "tp"},),
+        batch={"item_tokens": [5, 7]},
+    )
+    return Plan(
+        job="small",
+        job_key="abc",
+        hardware={"machine": "h100", "num_devices": 4},
+        pools={"all": Pool(machine="h100", devices=(0, 1, 2, 3))},
+        programs={"train": program},
+        transitions=(
+            Transition(source="train", target="serve", tensors="merged weights", trigger="end"),
+        ),
+    )
+
+
+def test_saving_and_loading_gives_the_same_plan(plan, tmp_path):
+    path = tmp_path / "plan.json"
+    plan.save(path)
+    loaded = Plan.load(path)
+    again = tmp_path / "again.json"
+    loaded.save(again)
+    assert path.read_text() == again.read_text()
+    assert loaded.program("train").grid() == plan.program("train").grid()
+    assert loaded.program("train").built_order().policy_name == "1f1b"
+    assert loaded.program("train").built_specs()[0].policy_name == "megatron"
+
+
+def test_other_hardware_is_refused_naming_both(plan):
+    with pytest.raises(PlanError) as caught:
+        plan.require_here({"machine": "h100", "num_devices": 8})
+    assert caught.value.code == "plan/hardware"
+    assert "hardware.num_devices = 8" in str(caught.value) and "made for 4" in str(caught.value)
+
+
+def test_other_minor_versions_are_refused_and_patches_are_not(plan):
+    hardware = plan.hardware
+    plan.require_here(hardware, "abc")
+    python = plan.versions["python"].rsplit(".", 1)[0]
+    patched = Plan(**{**vars(plan), "versions": {"python": f"{python}.99"}})
+    patched.require_here(hardware)
+    older = Plan(**{**vars(plan), "versions": {"torch": "1.13.0"}})
+    with pytest.raises(PlanError) as caught:
+        older.require_here(hardware)
+    assert caught.value.code == "plan/version" and caught.value.legal == ("1.13.0",)
+
+
+def test_another_job_is_refused(plan):
+    with pytest.raises(PlanError) as caught:
+        plan.require_here(plan.hardware, "abd")
+    assert caught.value.code == "plan/job"
+
+
+def test_an_unknown_role_names_the_roles(plan):
+    with pytest.raises(PlanError) as caught:
+        plan.program("trian")
+    assert caught.value.legal == ("train",)
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"format_version": 99}', "{"])
+def test_files_that_are_no_plans_are_refused(tmp_path, text):
+    path = tmp_path / "plan.json"
+    path.write_text(text)
+    with pytest.raises(PlanError) as caught:
+        Plan.load(path)
+    assert caught.value.code == "plan/format"
+
+
+def test_keys_that_no_plan_has_are_refused(plan, tmp_path):
+    path = tmp_path / "plan.json"
+    plan.save(path)
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"extra": 1}))
+    with pytest.raises(PlanError, match="extra"):
+        Plan.load(path)
