@@ -1,0 +1,95 @@
+"""The numbers that a system's authors published, as they printed them."""
+
+from __future__ import annotations
+
+import csv
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+from phalanx.report import Report, Row
+
+FOLDER = Path(__file__).parent / "published"
+COLUMNS = (
+    *("system", "experiment", "model", "hardware", "devices", "configuration"),
+    *("metric", "value", "unit", "baseline", "source"),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Published:
+    """One number of a paper; fields are the columns of `published/<slug>.csv`.
+
+    Attributes:
+        value: as printed: a number, or a word such as "OOM" where there is no number.
+        unit: as printed, with the paper's own qualifiers ("TFLOPS (more than)").
+        source: document with table, figure or section, and how it was read.
+    """
+
+    system: str
+    experiment: str
+    model: str
+    hardware: str
+    devices: str
+    configuration: str
+    metric: str
+    value: str
+    unit: str
+    baseline: str
+    source: str
+
+    @property
+    def number(self) -> float | None:
+        """The value, or None where the paper has a word instead."""
+        try:
+            return float(self.value)
+        except ValueError:
+            return None
+
+    @property
+    def setting(self) -> str:
+        """Model, devices, hardware, configuration and baseline, in one phrase."""
+        on = " x ".join(filter(_is_said, (self.devices, self.hardware)))
+        against = f"against {self.baseline}" if _is_said(self.baseline) else ""
+        return "; ".join(filter(_is_said, (self.model, on, self.configuration, against)))
+
+    def row(self, quantity: str = "", unit: str = "", scale: float = 1.0) -> Row:
+        """A report row; `quantity` and `unit` rename it so that it joins with ours.
+
+        Args:
+            quantity: the name; empty: experiment, metric and setting.
+            unit: the unit in which `scale` expresses the value; empty: as printed.
+            scale: factor from the printed unit to `unit`.
+        """
+        number = self.number
+        name = quantity or f"{self.experiment}: {self.metric} ({self.setting})"
+        word = "" if number is not None else f"printed as {self.value!r}; "
+        value = None if number is None else number * scale
+        return Row(
+            quantity=name,
+            value=value,
+            unit=unit or self.unit or "1",
+            source="published",
+            note=word + self.source,
+        )
+
+
+def _is_said(cell: str) -> bool:
+    return cell not in ("", "-", "not found")
+
+
+def published(slug: str) -> list[Published]:
+    """All published numbers of a system, in file order."""
+    with open(FOLDER / f"{slug}.csv", newline="", encoding="utf-8") as file:
+        return [Published(**row) for row in csv.DictReader(file)]
+
+
+def published_report(slug: str, title: str) -> Report:
+    """The published numbers as a report; rows that would share a name are counted."""
+    report, seen = Report(title), Counter()
+    for each in published(slug):
+        name = each.row().quantity
+        seen[name] += 1
+        count = f" #{seen[name]}" if seen[name] > 1 else ""
+        report.rows.append(each.row(quantity=name + count))
+    return report

@@ -1,0 +1,1 @@
+"""Ours beside the published numbers: one module per system, each with `reproduce() -> Report`."""
