@@ -1,0 +1,1 @@
+"""Data parallelism: who holds parameters, gradients and optimizer state, and when they travel."""
