@@ -1,0 +1,1 @@
+"""Engines bind ops, models and policies to processes."""
