@@ -19,6 +19,7 @@ Handles: "act:<stage>.<item>" leaves a stage forward, "grad:<stage>.<item>" leav
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import chain
 
 from phalanx.action import Action, Compute, Program
@@ -62,7 +63,8 @@ def lower(
         extra_layers: see `workload.split_units`.
 
     Returns:
-        A program whose lists are shared by all ranks of one pipeline coordinate.
+        A program whose lists are shared by all ranks of one pipeline coordinate. Its notes hold,
+        per list, the elements that a rank keeps ("local_params") and trains ("local_trainable").
 
     Raises:
         PlanError: `order/illegal` from the order or for too few units, `plan/illegal` for a spec
@@ -84,7 +86,12 @@ def lower(
         lists.append(chunks)
     add_transfers(lists, placed, rank_of_stage, pipeline_axis)
     programs = [_finish(chunks, placed) for chunks in lists]
-    return Program.by_axis(mesh, pipeline_axis, programs)
+    held = [{unit for chunk in chunks for unit in chunk.units} for chunks in lists]
+    notes = {
+        "local_params": tuple(sum(map(placed.local_params, units)) for units in held),
+        "local_trainable": tuple(sum(map(placed.local_trainable, units)) for units in held),
+    }
+    return replace(Program.by_axis(mesh, pipeline_axis, programs), notes=notes)
 
 
 def _of_families(specs: Sequence[Spec], families: Sequence[str]) -> list[Spec]:
@@ -109,7 +116,7 @@ def _finish(chunks: Sequence[Chunk], placed: Placed) -> list[Action]:
     """The flat list, closed by the optimizer, which waits for every reduction."""
     actions = list(chain.from_iterable(chunk.actions for chunk in chunks))
     waits = tuple(a.label for a in actions if a.label.startswith("reduce:"))
-    elements = sum(placed.local_params(unit) for unit in {u for c in chunks for u in c.units})
+    elements = sum(placed.local_trainable(unit) for unit in {u for c in chunks for u in c.units})
     moved = elements * 4 * 7  # AdamW in fp32: reads p, g, m, v and writes p, m, v
     actions.append(
         Compute(

@@ -90,10 +90,22 @@ class Placed:
         equal shards, as FSDP2 communicates it."""
         return sum(_padded(shape, degree) for shape in self.shapes[unit])
 
+    def padded_gradients(self, unit: str, degree: int) -> int:
+        """Elements that get a gradient, padded likewise; adapters count as one flat tensor."""
+        trained = self.unit_of[unit].trainable_params
+        if trained is None:
+            return self.padded_params(unit, degree)
+        return ceil(trained / degree) * degree
+
     def local_params(self, unit: str) -> int:
         """Elements that one rank keeps, after model and data axes have cut."""
         degree = self.sharded.get(unit, 1)
         return self.padded_params(unit, degree) // degree
+
+    def local_trainable(self, unit: str) -> int:
+        """Elements of gradient and optimizer state that one rank keeps."""
+        degree = self.sharded.get(unit, 1)
+        return self.padded_gradients(unit, degree) // degree
 
 
 def _padded(shape: tuple[int, ...], degree: int) -> int:

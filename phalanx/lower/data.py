@@ -149,7 +149,9 @@ def _reduce(visit: _Visit, placed: Placed, spec: Spec, exchange: Exchange, degre
     before = placed.reduced.get((unit, item))
     share = placed.sharded.get(unit, 1)
     scatters = exchange.collective == "reduce_scatter"
-    elements = placed.padded_params(unit, share * degree if scatters else share) // share
+    elements = placed.padded_gradients(unit, share * degree if scatters else share) // share
+    if not elements:  # a frozen unit
+        return
     label = f"reduce:{unit}:{item}" + ("" if before is None else f"@{spec.axis}")
     reduce = Collective(
         collective=exchange.collective,

@@ -1,0 +1,175 @@
+"""A plan from a job and a cluster: policies, mesh, program, prices. No torch.
+
+The plan follows what `[plan]` names; searching for better ones builds on the same parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from phalanx.action import Program
+from phalanx.check import check_program
+from phalanx.cost.base import CostModel
+from phalanx.cost.roofline import RooflineCost
+from phalanx.cost.table import TableCost
+from phalanx.errors import JobError
+from phalanx.hardware import Cluster, parse_cluster
+from phalanx.job import Job
+from phalanx.lower import lower
+from phalanx.mesh import Mesh
+from phalanx.models.config import DecoderConfig
+from phalanx.plan import Plan, Pool, RoleProgram
+from phalanx.planner.work import work_of
+from phalanx.policy import Order, Spec
+from phalanx.registry import build
+from phalanx.workload import StepWork
+
+# AdamW keeps fp32 moments; gradients are kept in fp32; half-precision weights that are trained
+# keep an fp32 master copy.
+_GRADIENT_BYTES, _MOMENT_BYTES, _MASTER_BYTES = 4, 8, 4
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A plan with what it was made from.
+
+    Attributes:
+        plan: the lockfile.
+        program: one step as actions, checked.
+        work: the step in numbers.
+        cluster: the devices.
+        cost: prices of actions on them.
+    """
+
+    plan: Plan
+    program: Program
+    work: StepWork
+    cluster: Cluster
+    cost: CostModel
+
+    def held_bytes(self, rank: int) -> float:
+        """Bytes that `rank` keeps through the whole step: weights, gradients, optimizer state."""
+        index = self.program.list_of_rank[rank]
+        params = _note(self.program, "local_params")[index]
+        trained = _note(self.program, "local_trainable")[index]
+        master = _MASTER_BYTES if self.work.param_bytes < _MASTER_BYTES else 0
+        per_trained = _GRADIENT_BYTES + _MOMENT_BYTES + master
+        return float(params * self.work.param_bytes + trained * per_trained)
+
+
+def _note(program: Program, name: str) -> Sequence[int]:
+    value = program.notes[name]
+    assert isinstance(value, tuple)
+    return value
+
+
+def make_plan(job: Job, config: DecoderConfig | None = None, on: str = "") -> Planned:
+    """Plan the training role of a job.
+
+    Args:
+        job: what is asked.
+        config: sizes of the model; None for 'toy'.
+        on: cluster shorthand, instead of `plan.on`.
+
+    Raises:
+        JobError: `mesh/product`, unknown policies or options, a cluster that is not known.
+        PlanError: an order or a combination that cannot exist; a program that would hang.
+    """
+    cluster = parse_cluster(on or job.plan.on)
+    mesh = mesh_of(job, cluster.num_devices)
+    order_table, spec_tables = policy_tables(job, mesh)
+    order: Order = build("pipeline", _options(order_table), "plan.pipeline")
+    specs: list[Spec] = [
+        build(str(table["family"]), _options(table), f"plan.{table['family']}")
+        for table in spec_tables
+    ]
+    work = work_of(job, mesh, config)
+    program = lower(work, mesh, order, specs, grain=job.plan.grain)
+    check_program(program)
+    cost = cost_of(job, cluster, mesh)
+    role = RoleProgram(
+        pool="all",
+        mesh=mesh.to_dict(),
+        specs=spec_tables,
+        order=order_table,
+        batch={"item_tokens": list(work.item_tokens)},
+        dtypes={"params": job.model.dtype, "reduce": "float32"},
+        device="cuda",
+    )
+    plan = Plan(
+        job=job.name,
+        job_key=job.result_key,
+        hardware=cluster.to_dict(),
+        pools={"all": Pool(machine=cluster.machine.name, devices=tuple(range(mesh.size)))},
+        programs={"train": role},
+    )
+    return Planned(plan, program, work, cluster, cost)
+
+
+def mesh_of(job: Job, num_devices: int) -> Mesh:
+    """The job's mesh, or all devices on the axis "shard".
+
+    Raises:
+        JobError: `mesh/product` when the axes do not multiply to the devices.
+    """
+    count = job.plan.devices or num_devices
+    mesh = Mesh(dict(job.plan.mesh)) if job.plan.mesh else Mesh(shard=count)
+    mesh.require_devices(count, "plan.mesh")
+    return mesh
+
+
+def policy_tables(job: Job, mesh: Mesh) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The order and the specs of `[plan]` as tables with family, name and options.
+
+    A spec without a named axis takes its own default; specs on axes that the mesh lacks are left
+    to `lower`, which refuses them, except the default data spec of a job that names none.
+    """
+    order = {"family": "pipeline"} | _table(job.plan.pipeline)
+    data = job.plan.data if isinstance(job.plan.data, list) else [job.plan.data]
+    if "plan.data" not in job.origin and "shard" not in mesh.names:
+        data = []
+    chosen = [("data", entry) for entry in data]
+    chosen += [("tensor", job.plan.tensor), ("context", job.plan.context)]
+    specs = [{"family": family} | _table(entry) for family, entry in chosen if entry]
+    return order, specs
+
+
+def cost_of(job: Job, cluster: Cluster, mesh: Mesh) -> CostModel:
+    """The job's table of costs, or the machine's rates: links inside a domain, network beyond."""
+    if job.plan.costs:
+        return TableCost(dict(job.plan.costs))
+    machine = cluster.machine
+    inside = {axis: _inside(mesh, axis, machine.devices_per_domain) for axis in mesh.names}
+    link, network = machine.link_bandwidth.value, machine.network_bandwidth.value
+    near, far = machine.link_latency.value, machine.network_latency.value
+    return RooflineCost(
+        flops_per_s=machine.matmul.value,
+        memory_bytes_per_s=machine.memory_bandwidth.value,
+        link_bytes_per_s={axis: link if near_by else network for axis, near_by in inside.items()},
+        latency_s={axis: near if near_by else far for axis, near_by in inside.items()},
+        overhead_s=machine.launch_overhead.value,
+    )
+
+
+def _inside(mesh: Mesh, axis: str, domain: int) -> bool:
+    """Whether every group of the axis lies within one domain of consecutive ranks."""
+    return all(len({rank // domain for rank in group}) == 1 for group in mesh.groups(axis))
+
+
+def _table(entry: Any) -> dict[str, Any]:
+    if isinstance(entry, str):
+        return {"name": entry}
+    if isinstance(entry, Mapping):
+        return dict(entry)
+    raise JobError("job/bad-value", "plan", entry, "a policy is a name or a table")
+
+
+def _options(table: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in table.items() if name != "family"}
+
+
+def plan_table(plan: Plan) -> dict[str, Any]:
+    """The plan as plain tables, for JSON."""
+    return asdict(plan)
