@@ -1,1 +1,1 @@
-"""Engines bind ops, models and policies to processes."""
+"""Engines bind ops, models and policies to processes; each process runs the same code."""

@@ -1,0 +1,229 @@
+"""Data-parallel specs applied to a torch module: the one binder of the placements shard, replicate.
+
+It reads rules, never names of policies. "shard" becomes `fully_shard`; "replicate" beside it makes
+the mesh two-dimensional (HSDP); "replicate" alone sums gradients unit by unit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from phalanx.errors import PlanError
+from phalanx.policy import Rule, Spec
+
+PLACEMENTS = ("shard", "replicate")
+
+
+@dataclass(frozen=True)
+class BoundUnit:
+    """A module that is gathered and reduced together.
+
+    Attributes:
+        name: canonical, "" for the root, which holds what no other unit claims.
+        is_frozen: no parameter that it claims is trained.
+        shard, replicate: the rules that apply to it, by placement.
+    """
+
+    name: str
+    module: nn.Module
+    is_frozen: bool
+    shard: Rule | None
+    replicate: Rule | None
+
+    @property
+    def stays_gathered(self) -> bool:
+        """Nothing in it ever changes, and it is not given back after its forward pass anyway."""
+        return self.shard is not None and not self.shard.reshard and self.is_frozen
+
+
+class BoundData:
+    """A module whose gradients end summed over all data ranks, on the shards that a rank holds.
+
+    Per micro-batch: `begin_item`, forward, backward; after the last one `finish_step`.
+
+    Attributes:
+        units: the root first, then in module order.
+        num_ranks: data-parallel ranks.
+    """
+
+    def __init__(
+        self, units: Sequence[BoundUnit], num_ranks: int, sums: Sequence[_UnitSum]
+    ) -> None:
+        self.units, self.num_ranks = tuple(units), num_ranks
+        self._sums = sums
+        self._sharded = [unit for unit in units if unit.shard is not None]
+
+    def begin_item(self, index: int, num_items: int) -> None:
+        """Micro-batch `index` of `num_items` comes next: decide what its backward exchanges."""
+        is_last = index == num_items - 1
+        for unit in self._sharded:
+            always = any(e.of == "grads" and e.when == "always" for e in unit.shard.exchanges)
+            unit.module.set_requires_gradient_sync(is_last or always, recurse=False)
+            gives_back = unit.shard.reshard or (is_last and not unit.stays_gathered)
+            unit.module.set_reshard_after_backward(gives_back, recurse=False)
+        for each in self._sums:
+            each.armed = is_last
+
+    def finish_step(self) -> None:
+        """Wait until all gradients are summed."""
+        for each in self._sums:
+            each.finish()
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Keep units gathered between forward passes, for many small ones without gradients."""
+        for unit in self._sharded:
+            unit.module.set_reshard_after_forward(False, recurse=False)
+        try:
+            yield
+        finally:
+            for unit in self._sharded:
+                unit.module.set_reshard_after_forward(unit.shard.reshard, recurse=False)
+                if unit.shard.reshard:
+                    unit.module.reshard()
+
+
+def bind_data(module: nn.Module, specs: Sequence[Spec], mesh: DeviceMesh) -> BoundData:
+    """Apply data specs to `module`, in place; parameters may still be on the meta device.
+
+    Module names are matched without a leading "model.", as rules spell them ("layers.3").
+
+    Args:
+        specs: at most one with placement "shard" and one with "replicate".
+        mesh: with the specs' axes among its named dims.
+
+    Raises:
+        PlanError: `plan/illegal` for an axis that the mesh lacks, a placement that is no data
+            placement, or one that comes twice.
+    """
+    by_placement = _by_placement(specs, mesh)
+    shard, replicate = (by_placement.get(name) for name in PLACEMENTS)
+    units = _units(module, shard, replicate)
+    sums: Sequence[_UnitSum] = ()
+    if shard is not None:
+        _shard_units(units, shard, replicate, mesh)
+    elif replicate is not None:
+        group = mesh.get_group(replicate.axis)
+        sums = [_UnitSum(unit, _claimed(units, unit), group) for unit in units]
+    axes = {spec.axis for spec in by_placement.values()}
+    num_ranks = 1
+    for axis in axes:
+        num_ranks *= mesh[axis].size()
+    return BoundData(units, num_ranks, sums)
+
+
+def _by_placement(specs: Sequence[Spec], mesh: DeviceMesh) -> dict[str, Spec]:
+    found: dict[str, Spec] = {}
+    for spec in specs:
+        placement = spec.rules()[-1].placement
+        where = f"policy.{spec.family}.{spec.policy_name}"
+        if placement not in PLACEMENTS or any(r.placement != placement for r in spec.rules()):
+            rule = "is no placement of data parallelism"
+            raise PlanError("plan/illegal", where, placement, rule, legal=PLACEMENTS)
+        if placement in found:
+            raise PlanError("plan/illegal", where, placement, "only one policy may place so")
+        if spec.axis not in (mesh.mesh_dim_names or ()):
+            rule, legal = "the mesh has no such axis", mesh.mesh_dim_names or ()
+            raise PlanError("plan/illegal", f"{where}.axis", spec.axis, rule, legal=legal)
+        found[placement] = spec
+    return found
+
+
+def _units(root: nn.Module, shard: Spec | None, replicate: Spec | None) -> list[BoundUnit]:
+    """The root, and the outermost modules whose rule is another than the root's."""
+    specs = [spec for spec in (shard, replicate) if spec is not None]
+    units, inside = [], ""
+    for path, module in root.named_modules():
+        if inside and path.startswith(inside):
+            continue
+        name = path.removeprefix("model.")
+        if path and all(spec.rule_for(name) == spec.rule_for("") for spec in specs):
+            continue
+        rules = [None if spec is None else spec.rule_for(name) for spec in (shard, replicate)]
+        units.append(BoundUnit(name, module, False, *rules))
+        inside = f"{path}." if path else ""
+    return [replace(each, is_frozen=not _claimed(units, each)) for each in units]
+
+
+def _claimed(units: Sequence[BoundUnit], unit: BoundUnit) -> list[nn.Parameter]:
+    """The trainable parameters of a unit: of the root, those that no other unit holds."""
+    others = () if unit.name else units[1:]
+    theirs = {parameter for each in others for parameter in each.module.parameters()}
+    return [p for p in unit.module.parameters() if p.requires_grad and p not in theirs]
+
+
+def _shard_units(
+    units: Sequence[BoundUnit], shard: Spec, replicate: Spec | None, mesh: DeviceMesh
+) -> None:
+    axes = [spec.axis for spec in (replicate, shard) if spec is not None]
+    grid = mesh[tuple(axes)] if len(axes) > 1 else mesh[axes[0]]
+    for unit in reversed(units):  # innermost first: the root claims the rest
+        fully_shard(
+            unit.module,
+            mesh=grid,
+            reshard_after_forward=unit.shard.reshard,
+            mp_policy=MixedPrecisionPolicy(
+                param_dtype=_dtype(unit.shard.param_dtype),
+                reduce_dtype=_dtype(unit.shard.reduce_dtype),
+                cast_forward_inputs=False,
+            ),
+        )
+    modules: list[FSDPModule] = [unit.module for unit in units]
+    for at, unit in enumerate(units):
+        # the loss is divided by the global number of targets: gradients add up to their mean
+        unit.module.set_gradient_divide_factor(1.0)
+        unit.module.set_force_sum_reduction_for_comms(True)
+        ahead = unit.shard.prefetch
+        unit.module.set_modules_to_forward_prefetch(modules[at + 1 : at + 1 + ahead])
+        if ahead > 1:
+            behind = modules[max(1, at - ahead) : at]
+            unit.module.set_modules_to_backward_prefetch(behind[::-1])
+
+
+def _dtype(name: str) -> torch.dtype | None:
+    return getattr(torch, name) if name else None
+
+
+class _UnitSum:
+    """All-reduce of a unit's gradients as soon as the last of them is complete."""
+
+    def __init__(
+        self, unit: BoundUnit, parameters: list[nn.Parameter], group: dist.ProcessGroup
+    ) -> None:
+        self.armed = True
+        self._group, self._dtype = group, _dtype(unit.replicate.reduce_dtype)
+        self._parameters, self._ready = parameters, 0
+        self._work: dist.Work | None = None
+        for parameter in parameters:
+            parameter.register_post_accumulate_grad_hook(self._note)
+
+    def _note(self, _parameter: Tensor) -> None:
+        if self.armed:
+            self._ready += 1
+            if self._ready == len(self._parameters):
+                self._start()
+
+    def _start(self) -> None:
+        grads = [p.grad.flatten() for p in self._parameters]
+        self._flat = torch.cat(grads).to(self._dtype or grads[0].dtype)
+        self._work = dist.all_reduce(self._flat, group=self._group, async_op=True)
+
+    def finish(self) -> None:
+        """Write the sums back."""
+        if self._ready and self._work is None:
+            raise AssertionError(f"{self._ready} of {len(self._parameters)} gradients were made")
+        if self._work is None:
+            return
+        self._work.wait()
+        sizes = [p.numel() for p in self._parameters]
+        for parameter, part in zip(self._parameters, self._flat.split(sizes)):
+            parameter.grad.copy_(part.view_as(parameter))
+        self._work, self._flat, self._ready = None, None, 0
