@@ -1,0 +1,58 @@
+"""1F1B: golden lists, and the laws of its docstring."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phalanx.errors import PlanError
+from phalanx.policies.pipeline.one_f_one_b import OneFOneB
+from phalanx.registry import build
+from tests.order_strategies import as_text, peak_items, play, sizes
+
+GOLDEN = {
+    (2, 3): ["0F0 0F1 0B0 0F2 0B1 0B2", "1F0 1B0 1F1 1B1 1F2 1B2"],
+    (3, 1): ["0F0 0B0", "1F0 1B0", "2F0 2B0"],
+    (3, 4): [
+        "0F0 0F1 0F2 0B0 0F3 0B1 0B2 0B3",
+        "1F0 1F1 1B0 1F2 1B1 1F3 1B2 1B3",
+        "2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3",
+    ],
+    (4, 2): ["0F0 0F1 0B0 0B1", "1F0 1F1 1B0 1B1", "2F0 2F1 2B0 2B1", "3F0 3B0 3F1 3B1"],
+}
+
+
+@pytest.mark.parametrize("size", GOLDEN)
+def test_lists_written_out(size):
+    assert as_text(build("pipeline", "1f1b").order(*size)) == GOLDEN[size]
+
+
+@given(sizes)
+def test_each_pass_once_and_all_inputs_exist(size):
+    p, m = size
+    lists = OneFOneB().order(p, m)
+    ends = play(lists, p, lambda step: 1.0)
+    assert len(ends) == sum(map(len, lists)) == 2 * p * m
+
+
+@given(sizes)
+def test_rank_r_keeps_min_of_m_and_p_minus_r(size):
+    p, m = size
+    peaks = [peak_items(steps) for steps in OneFOneB().order(p, m)]
+    assert peaks == [min(m, p - r) for r in range(p)]
+
+
+@given(sizes, st.integers(1, 5), st.integers(1, 5))
+def test_idle_time_is_p_minus_1_passes(size, t_f, t_b):
+    p, m = size
+    seconds = {"F": t_f, "B": t_b}
+    ends = play(OneFOneB().order(p, m), p, lambda step: seconds[step.kind])
+    assert max(ends.values()) == (m + p - 1) * (t_f + t_b)
+
+
+@pytest.mark.parametrize("size", [(0, 4), (2, 0)])
+def test_refuses_sizes_without_a_schedule(size):
+    with pytest.raises(PlanError, match="at least 1") as caught:
+        OneFOneB().order(*size)
+    assert caught.value.code == "order/illegal"
