@@ -15,9 +15,11 @@ from typing import Any
 
 import torch
 
+from phalanx.cost import collectives
 from phalanx.trace import Trace, TraceBuilder
 
 P2P = ("send", "recv")
+_ROOTED = ("reduce", "gather", "scatter")
 
 
 class CommRow:
@@ -53,11 +55,11 @@ class CommRow:
 
 
 def wire_bytes(kind: str, payload_bytes: float, group_size: int) -> float:
-    """Bytes that one rank sends under the bandwidth-optimal algorithm."""
-    others_frac = (group_size - 1) / group_size
+    """Bytes that one rank sends with a bandwidth-optimal algorithm (of rooted ones: on average)."""
     if kind in P2P:
         return payload_bytes if kind == "send" else 0.0
-    return payload_bytes * others_frac * (2.0 if kind == "all_reduce" else 1.0)
+    known = "broadcast" if kind in _ROOTED else kind  # n - 1 edges of a tree, like a broadcast
+    return collectives.wire_bytes(known, payload_bytes, group_size)
 
 
 class CommLog:
