@@ -21,7 +21,7 @@ from phalanx.errors import JobError
 from phalanx.report import Report, compare, to_table
 
 FORMAT_VERSION = 1
-_WHOLE = 24
+_WHOLE = 24  # columns up to this many characters keep their words whole
 JsonFile = Annotated[
     str,
     typer.Option(
@@ -87,10 +87,9 @@ def progress(text: str) -> None:
 
 def paragraph(text: str, indent: int = 0, hang: int = 0) -> None:
     """Text wrapped to the terminal (at most 100 columns; 100 where there is no terminal)."""
-    width = min(100, shutil.get_terminal_size((100, 24)).columns) if _is_terminal() else 100
     lines = textwrap.wrap(
         text,
-        max(width, indent + hang + 20),
+        max(min(100, _width()), indent + hang + 20),
         initial_indent=" " * indent,
         subsequent_indent=" " * (indent + hang),
         break_on_hyphens=False,
@@ -105,7 +104,13 @@ def table(header: Sequence[str], lines: Sequence[Sequence[str]], title: str = ""
     head = [header[at] for at in kept]
     body = [[line[at] for at in kept] for line in lines]
     right = [all(_NUMBER.match(line[at]) for line in body) for at in range(len(head))]
-    (_rich_table if _is_terminal() else _plain_table)(head, body, right, title)
+    widths = [max(map(len, column)) for column in zip(head, *body)]
+    if not _is_terminal():
+        _plain_table(head, body, right, widths, title)
+    elif sum(min(width, _WHOLE) + 3 for width in widths) > _width():
+        _records(head, body, title)
+    else:
+        _rich_table(head, body, right, widths, title)
 
 
 def show_report(report: Report) -> None:
@@ -128,10 +133,25 @@ def _is_terminal() -> bool:
     return sys.stdout.isatty()
 
 
+def _width() -> int:
+    return shutil.get_terminal_size((100, 24)).columns if _is_terminal() else 100
+
+
+def _records(header: Sequence[str], lines: Sequence[Sequence[str]], title: str) -> None:
+    write(f"{title}\n" if title else "")
+    for line in lines:
+        write(f"{line[0]}\n")
+        cells = [f"{name} {cell}" for name, cell in zip(header[1:], line[1:]) if cell]
+        paragraph("; ".join(cells), indent=2)
+
+
 def _plain_table(
-    header: Sequence[str], lines: Sequence[Sequence[str]], right: Sequence[bool], title: str
+    header: Sequence[str],
+    lines: Sequence[Sequence[str]],
+    right: Sequence[bool],
+    widths: Sequence[int],
+    title: str,
 ) -> None:
-    widths = [max(map(len, column)) for column in zip(header, *lines)]
     rule = ["-" * width for width in widths]
     out = [title] if title else []
     for line in (header, rule, *lines):
@@ -144,7 +164,11 @@ def _plain_table(
 
 
 def _rich_table(
-    header: Sequence[str], lines: Sequence[Sequence[str]], right: Sequence[bool], title: str
+    header: Sequence[str],
+    lines: Sequence[Sequence[str]],
+    right: Sequence[bool],
+    widths: Sequence[int],
+    title: str,
 ) -> None:
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
@@ -153,10 +177,8 @@ def _rich_table(
     grid = Table(
         box=SIMPLE_HEAD, title=title or None, title_justify="left", pad_edge=False, show_edge=False
     )
-    widths = [max(map(len, column)) for column in zip(header, *lines)]
     for name, at_right, width in zip(header, right, widths):
         justify = "right" if at_right else "left"
-        # Short columns keep their words whole; the long ones take what width is left.
         grid.add_column(name, justify=justify, overflow="fold", no_wrap=width <= _WHOLE)
     for line in lines:
         grid.add_row(*line)

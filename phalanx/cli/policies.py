@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from phalanx.cli.output import JsonFile, emit, table, versioned
+from phalanx.cli.output import JsonFile, emit, table, versioned, write
 
 
 def register(app: typer.Typer) -> None:
@@ -34,12 +34,13 @@ def policies(
         }
         for entry in found
     ]
-    header = ("family", "name", "shape", "grain", "status", "source")
+    columns = ("shape", "grain", "status", "source")
 
     def show() -> None:
-        if rows:
-            table(header, [[row[name] for name in header] for row in rows])
+        lines = [[f"{row['family']}/{row['name']}", *(row[c] for c in columns)] for row in rows]
+        if lines:
+            table(("policy", *columns), lines)
         else:
-            typer.echo(f"no {family} policy yet".replace("  ", " "))
+            write(f"no policy of the family {family} yet\n")
 
     emit(versioned("policies", policies=rows), json_file, show)

@@ -73,7 +73,8 @@ def list_systems(
             ],
         )
         counts = [f"{sum(r['status'] == s for r in rows)} {s}" for s in STATUSES]
-        write(f"\n{len(rows)} systems: {', '.join(counts)}\n")
+        write("\n")
+        paragraph(f"{len(rows)} systems: {', '.join(counts)}")
 
     emit(versioned("systems", systems=rows), json_file, show)
 
@@ -160,4 +161,5 @@ def _show_published(rows: list[Published], num_all: int) -> None:
     for source, number in sources.items():
         paragraph(f"[{number}] {source}", hang=4)
     if len(rows) < num_all:
-        write(f"\n{num_all - len(rows)} more published numbers: add --all\n")
+        write("\n")
+        paragraph(f"{num_all - len(rows)} more published numbers: add --all")

@@ -50,7 +50,7 @@ SYSTEM = System(
         "those that its categories imply."
     ),
     policies=(
-        "data/ddp",
+        "data/replicate",
         "pipeline/gpipe",
         "pipeline/1f1b",
         "pipeline/zero_bubble",
