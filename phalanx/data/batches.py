@@ -29,6 +29,7 @@ class MicroBatch:
         counted_N: tokens whose successor is a target, i.e. rows of hidden states to score.
         targets_N: the tokens to be predicted there.
         samples: global counters of the documents; () for a filler that only keeps ranks in step.
+        offsets: place of each document's first token among all tokens of the step, by counter.
     """
 
     tokens_S: np.ndarray
@@ -36,13 +37,21 @@ class MicroBatch:
     counted_N: np.ndarray
     targets_N: np.ndarray
     samples: tuple[int, ...]
+    offsets: tuple[int, ...]
 
     @property
     def positions_S(self) -> np.ndarray:
         """0, 1, ... restarting at each document."""
-        starts = np.asarray(self.document_starts)
-        index = np.arange(len(self.tokens_S))
-        return index - starts[np.searchsorted(starts, index, side="right") - 1]
+        return np.arange(len(self.tokens_S)) - self._per_token(self.document_starts)
+
+    @property
+    def global_tokens_S(self) -> np.ndarray:
+        """Place of each token among all tokens of the step: the same on any world size."""
+        return self.positions_S + self._per_token(self.offsets)
+
+    def _per_token(self, per_document: tuple[int, ...]) -> np.ndarray:
+        lengths = np.diff((*self.document_starts, len(self.tokens_S)))
+        return np.repeat(np.asarray(per_document), lengths)
 
 
 @dataclass(frozen=True)
@@ -145,7 +154,11 @@ def step_batch(
     counted = [stream.num_counted(counter) for counter in counters]
     work = [n + counted_weight * c for n, c in zip(lengths, counted)]
     rows = deal(lengths, work, row_tokens=row_tokens, num_ranks=num_ranks)
-    mine = [pack(stream, [counters[index] for index in row]) for row in rows[rank::num_ranks]]
+    before = np.concatenate([[0], np.cumsum(lengths)])
+    mine = [
+        pack(stream, [counters[at] for at in row], [int(before[at]) for at in row])
+        for row in rows[rank::num_ranks]
+    ]
     return StepBatch(tuple(mine), sum(counted), sum(lengths), counters.stop)
 
 
@@ -224,16 +237,16 @@ def _rows_by_work(rows: list[list[int]], work: Sequence[float], num_ranks: int) 
     return [row for at, turn in enumerate(turns) for row in (turn if at % 2 == 0 else turn[::-1])]
 
 
-def pack(stream: SampleStream, counters: Sequence[int]) -> MicroBatch:
+def pack(stream: SampleStream, counters: Sequence[int], offsets: Sequence[int]) -> MicroBatch:
     """These samples in one row; without any, a filler of one token that nothing is learnt from."""
     if not counters:
         nothing = np.zeros(0, dtype=np.int64)
-        return MicroBatch(np.zeros(1, dtype=np.int64), (0,), nothing, nothing, ())
+        return MicroBatch(np.zeros(1, dtype=np.int64), (0,), nothing, nothing, (), (0,))
     documents = [stream.samples[stream.index(counter)] for counter in counters]
     tokens_S = np.concatenate([each.tokens for each in documents]).astype(np.int64)
     counted_S = np.concatenate([each.counted for each in documents])
     lengths = [len(each.tokens) for each in documents]
     starts = (0, *(int(end) for end in np.cumsum(lengths)[:-1]))
     counted_S[list(starts)] = False
-    targets_at = np.flatnonzero(counted_S)
-    return MicroBatch(tokens_S, starts, targets_at - 1, tokens_S[targets_at], tuple(counters))
+    at_N = np.flatnonzero(counted_S)
+    return MicroBatch(tokens_S, starts, at_N - 1, tokens_S[at_N], tuple(counters), tuple(offsets))

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from math import prod
 
 import torch
 import torch.distributed as dist
@@ -51,15 +52,37 @@ class BoundData:
 
     Attributes:
         units: the root first, then in module order.
-        num_ranks: data-parallel ranks.
+        groups: process group of each data axis.
     """
 
     def __init__(
-        self, units: Sequence[BoundUnit], num_ranks: int, sums: Sequence[_UnitSum]
+        self,
+        units: Sequence[BoundUnit],
+        groups: Sequence[dist.ProcessGroup],
+        sums: Sequence[_UnitSum],
     ) -> None:
-        self.units, self.num_ranks = tuple(units), num_ranks
+        self.units, self.groups = tuple(units), tuple(groups)
         self._sums = sums
         self._sharded = [unit for unit in units if unit.shard is not None]
+
+    @property
+    def num_ranks(self) -> int:
+        """Data-parallel ranks."""
+        return prod(group.size() for group in self.groups)
+
+    @property
+    def rank(self) -> int:
+        """Mine among the data-parallel ranks, the last axis fastest."""
+        index = 0
+        for group in self.groups:
+            index = index * group.size() + group.rank()
+        return index
+
+    def sum(self, value: Tensor) -> Tensor:
+        """`value` summed over all data-parallel ranks, in place."""
+        for group in self.groups:
+            dist.all_reduce(value, group=group)
+        return value
 
     def begin_item(self, index: int, num_items: int) -> None:
         """Micro-batch `index` of `num_items` comes next: decide what its backward exchanges."""
@@ -91,14 +114,20 @@ class BoundData:
                     unit.module.reshard()
 
 
-def bind_data(module: nn.Module, specs: Sequence[Spec], mesh: DeviceMesh) -> BoundData:
+def bind_data(
+    module: nn.Module,
+    specs: Sequence[Spec],
+    mesh: DeviceMesh,
+    *,
+    param_dtype: str = "",
+    reduce_dtype: str = "",
+) -> BoundData:
     """Apply data specs to `module`, in place; parameters may still be on the meta device.
-
-    Module names are matched without a leading "model.", as rules spell them ("layers.3").
 
     Args:
         specs: at most one with placement "shard" and one with "replicate".
         mesh: with the specs' axes among its named dims.
+        param_dtype, reduce_dtype: of gathered parameters and of reductions where a rule names none.
 
     Raises:
         PlanError: `plan/illegal` for an axis that the mesh lacks, a placement that is no data
@@ -106,18 +135,17 @@ def bind_data(module: nn.Module, specs: Sequence[Spec], mesh: DeviceMesh) -> Bou
     """
     by_placement = _by_placement(specs, mesh)
     shard, replicate = (by_placement.get(name) for name in PLACEMENTS)
-    units = _units(module, shard, replicate)
+    units = _units(
+        module, shard, replicate, {"param_dtype": param_dtype, "reduce_dtype": reduce_dtype}
+    )
     sums: Sequence[_UnitSum] = ()
     if shard is not None:
         _shard_units(units, shard, replicate, mesh)
     elif replicate is not None:
         group = mesh.get_group(replicate.axis)
         sums = [_UnitSum(unit, _claimed(units, unit), group) for unit in units]
-    axes = {spec.axis for spec in by_placement.values()}
-    num_ranks = 1
-    for axis in axes:
-        num_ranks *= mesh[axis].size()
-    return BoundData(units, num_ranks, sums)
+    axes = [axis for axis in mesh.mesh_dim_names if axis in {s.axis for s in specs}]
+    return BoundData(units, [mesh.get_group(axis) for axis in axes], sums)
 
 
 def _by_placement(specs: Sequence[Spec], mesh: DeviceMesh) -> dict[str, Spec]:
@@ -137,20 +165,27 @@ def _by_placement(specs: Sequence[Spec], mesh: DeviceMesh) -> dict[str, Spec]:
     return found
 
 
-def _units(root: nn.Module, shard: Spec | None, replicate: Spec | None) -> list[BoundUnit]:
+def _units(
+    root: nn.Module, shard: Spec | None, replicate: Spec | None, dtypes: dict[str, str]
+) -> list[BoundUnit]:
     """The root, and the outermost modules whose rule is another than the root's."""
     specs = [spec for spec in (shard, replicate) if spec is not None]
     units, inside = [], ""
     for path, module in root.named_modules():
         if inside and path.startswith(inside):
             continue
-        name = path.removeprefix("model.")
-        if path and all(spec.rule_for(name) == spec.rule_for("") for spec in specs):
+        if path and all(spec.rule_for(path) == spec.rule_for("") for spec in specs):
             continue
-        rules = [None if spec is None else spec.rule_for(name) for spec in (shard, replicate)]
-        units.append(BoundUnit(name, module, False, *rules))
+        rules = [_with_dtypes(spec, path, dtypes) for spec in (shard, replicate)]
+        units.append(BoundUnit(path, module, False, *rules))
         inside = f"{path}." if path else ""
     return [replace(each, is_frozen=not _claimed(units, each)) for each in units]
+
+
+def _with_dtypes(spec: Spec | None, path: str, dtypes: dict[str, str]) -> Rule | None:
+    rule = None if spec is None else spec.rule_for(path)
+    missing = {name: dtype for name, dtype in dtypes.items() if rule and not getattr(rule, name)}
+    return replace(rule, **missing) if missing else rule
 
 
 def _claimed(units: Sequence[BoundUnit], unit: BoundUnit) -> list[nn.Parameter]:

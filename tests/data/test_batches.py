@@ -57,6 +57,8 @@ def test_each_sample_once_an_epoch_on_any_world_size(lengths, num_ranks, batch, 
         assert sorted(counters) == list(range(start, parts[0].next_sample))
         assert sum(len(each.targets_N) for each in micro) == parts[0].num_counted_global
         assert all(len(each.tokens_S) <= row for each in micro)
+        places = [at for each in micro if each.samples for at in each.global_tokens_S]
+        assert sorted(places) == list(range(parts[0].num_tokens_global))
         tokens = sum(len(each.tokens_S) for each in micro if each.samples)
         assert tokens == parts[0].num_tokens_global
         assert tokens <= batch or parts[0].next_sample == start + 1
@@ -90,9 +92,10 @@ def test_packed_row_restarts_positions_and_predicts_within_documents():
     samples = make_samples([4, 3, 6])
     stream = batches.SampleStream(samples)
     by_sample = {stream.index(counter): counter for counter in range(3)}
-    row = batches.pack(stream, [by_sample[0], by_sample[1], by_sample[2]])
+    row = batches.pack(stream, [by_sample[0], by_sample[1], by_sample[2]], [20, 0, 10])
     assert row.document_starts == (0, 4, 7)
     assert row.positions_S.tolist() == [0, 1, 2, 3, 0, 1, 2, 0, 1, 2, 3, 4, 5]
+    assert row.global_tokens_S.tolist() == [20, 21, 22, 23, 0, 1, 2, 10, 11, 12, 13, 14, 15]
     counted = [2, 3, 5, 6, 10, 11, 12]
     assert (row.counted_N + 1).tolist() == counted
     assert row.targets_N.tolist() == samples.tokens_T[counted].tolist()

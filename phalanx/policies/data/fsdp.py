@@ -49,7 +49,7 @@ class Fsdp(Spec):
     """
 
     axis: str = "shard"
-    units: str = "layers.*"
+    units: str = "*layers.*"
     reshard_after_forward: bool = True
     prefetch: int = 1
     reduce_every_item: bool = False

@@ -40,7 +40,7 @@ class Replicate(Spec):
     """
 
     axis: str = "replicate"
-    units: str = "layers.*"
+    units: str = "*layers.*"
     reduce_dtype: str = ""
 
     def rules(self) -> tuple[Rule, ...]:
