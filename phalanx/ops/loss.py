@@ -1,13 +1,20 @@
-"""Cross-entropy over a large vocabulary, in chunks of counted positions.
+"""Cross-entropy over a large vocabulary, without ever holding all logits.
 
-Legend: N counted positions, D model, V vocabulary.
+Legend: N counted positions, D model, V vocabulary; `n` and `v` a tile of them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+# A tile's float32 logits should stay in a core's L2 cache; a chunk's logits bound the memory.
+_TILE_ELEMENTS = 1 << 18
+_CHUNK_BYTES = 1 << 26
 
 
 def counted_cross_entropy(
@@ -18,20 +25,157 @@ def counted_cross_entropy(
     *,
     num_counted_global: int | Tensor,
     soft_cap: float | None = None,
+    chunk_bytes: int = _CHUNK_BYTES,
 ) -> Tensor:
     """Sum of -log p(target) over the counted positions, divided by the global number of them.
 
-    The sum over all ranks and micro-batches is the mean over the global batch, whatever the layout.
+    The sum of its values over all ranks and micro-batches is the mean over the global batch, so
+    gradients depend neither on the layout nor on accumulation.
+
+    Gradients are computed in the forward pass, chunk by chunk, so that logits are computed once and
+    dropped. Differences from `F.cross_entropy` on all logits: none in the result; no second
+    derivative.
 
     Args:
         hidden_SD: output of the decoder, after its last norm.
         head_VD: head weights (the embedding when tied).
-        counted_N: rows of `hidden_SD` whose prediction counts.
-        targets_N: the token that each of them should predict.
+        counted_N: rows of `hidden_SD` whose prediction counts, int64.
+        targets_N: the token that each of them should predict, int64.
         num_counted_global: counted positions of the whole global batch.
-        soft_cap: c of c * tanh(logits / c).
+        soft_cap: c of c * tanh(logits / c); None: logits as they are.
+        chunk_bytes: bound on the logits held at once, in the dtype of `hidden_SD`.
+
+    Returns:
+        A scalar, float32 (float64 for float64 inputs).
     """
-    logits = F.linear(hidden_SD[counted_N], head_VD).float()
-    if soft_cap is not None:
-        logits = soft_cap * torch.tanh(logits / soft_cap)
-    return F.cross_entropy(logits, targets_N, reduction="sum") / num_counted_global
+    needs = torch.is_grad_enabled() and (hidden_SD.requires_grad or head_VD.requires_grad)
+    rows_ND = hidden_SD.index_select(0, counted_N)
+    total = _CrossEntropySum.apply(rows_ND, head_VD, targets_N, soft_cap, chunk_bytes, needs)
+    return total / num_counted_global
+
+
+def token_losses(
+    hidden_SD: Tensor,
+    head_VD: Tensor,
+    counted_N: Tensor,
+    targets_N: Tensor,
+    *,
+    soft_cap: float | None = None,
+    chunk_bytes: int = _CHUNK_BYTES,
+) -> Tensor:
+    """-log p(target) of each counted position, [N], without gradient. Arguments as above."""
+    with torch.no_grad():
+        rows_ND = hidden_SD.index_select(0, counted_N)
+        parts = [
+            _Chunk(rows_nD, head_VD, targets_n, soft_cap).losses_n
+            for rows_nD, targets_n in _chunks(rows_ND, head_VD, targets_N, chunk_bytes)
+        ]
+        return torch.cat(parts)
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _chunks(
+    rows_ND: Tensor, head_VD: Tensor, targets_N: Tensor, chunk_bytes: int
+) -> list[tuple[Tensor, Tensor]]:
+    size = max(1, chunk_bytes // (head_VD.shape[0] * rows_ND.element_size()))
+    return list(zip(rows_ND.split(size), targets_N.split(size)))
+
+
+def _capped(logits_nv: Tensor, soft_cap: float | None) -> Tensor:
+    """Logits in at least float32, always a copy."""
+    if soft_cap is None:
+        return logits_nv.to(_wide(logits_nv), copy=True)
+    return (logits_nv.to(_wide(logits_nv)) / soft_cap).tanh_().mul_(soft_cap)
+
+
+class _Chunk:
+    """Logits of n rows in tiles of the vocabulary, and what follows from them.
+
+    Attributes:
+        tiles: (first token, raw logits [n, v]) in the dtype of the rows.
+        lse_n1: log-sum-exp of each row's capped logits.
+        losses_n: -log p(target) of each row.
+    """
+
+    def __init__(
+        self, rows_nD: Tensor, head_VD: Tensor, targets_n: Tensor, soft_cap: float | None
+    ) -> None:
+        self.rows_nD, self.targets_n1, self.soft_cap = rows_nD, targets_n[:, None], soft_cap
+        size = max(256, _TILE_ELEMENTS // max(1, rows_nD.shape[0]))
+        self.tiles: list[tuple[int, Tensor]] = []
+        peak_n1 = rows_nD.new_full((rows_nD.shape[0], 1), -torch.inf, dtype=_wide(rows_nD))
+        sum_n1, target_n1 = torch.zeros_like(peak_n1), torch.zeros_like(peak_n1)
+        for start in range(0, head_VD.shape[0], size):
+            raw_nv = F.linear(rows_nD, head_VD[start : start + size])
+            self.tiles.append((start, raw_nv))
+            logits_nv = _capped(raw_nv, soft_cap)
+            at_n1, inside_n1 = self._targets_in(start, raw_nv.shape[1])
+            target_n1 += logits_nv.gather(1, at_n1) * inside_n1
+            higher_n1 = torch.maximum(peak_n1, logits_nv.amax(-1, keepdim=True))
+            sum_n1 *= (peak_n1 - higher_n1).exp()
+            sum_n1 += logits_nv.sub_(higher_n1).exp_().sum(-1, keepdim=True)
+            peak_n1 = higher_n1
+        self.lse_n1 = peak_n1 + sum_n1.log()
+        self.losses_n = (self.lse_n1 - target_n1)[:, 0]
+
+    def _targets_in(self, start: int, size: int) -> tuple[Tensor, Tensor]:
+        """Where in the tile each row's target is (clamped), and whether it is there at all."""
+        at_n1 = self.targets_n1 - start
+        return at_n1.clamp(0, size - 1), (at_n1 >= 0) & (at_n1 < size)
+
+    def logit_gradients(self) -> Iterator[tuple[int, Tensor]]:
+        """(first token, d losses / d raw logits [n, v]) tile by tile, in the dtype of the rows."""
+        for start, raw_nv in self.tiles:
+            logits_nv = _capped(raw_nv, self.soft_cap)
+            slope = None if self.soft_cap is None else 1.0 - (logits_nv / self.soft_cap).square()
+            grad_nv = logits_nv.sub_(self.lse_n1).exp_()
+            at_n1, inside_n1 = self._targets_in(start, raw_nv.shape[1])
+            grad_nv.scatter_add_(1, at_n1, -inside_n1.to(grad_nv.dtype))
+            if slope is not None:
+                grad_nv *= slope
+            yield start, grad_nv.to(raw_nv.dtype)
+
+
+class _CrossEntropySum(torch.autograd.Function):
+    """Sum over rows of -log p(target), with gradients that are ready before the backward pass."""
+
+    @staticmethod
+    def forward(ctx, rows_ND, head_VD, targets_N, soft_cap, chunk_bytes, needs_grad):
+        wide = _wide(rows_ND)
+        total = rows_ND.new_zeros((), dtype=wide)
+        row_grads: list[Tensor] = []
+        chunks = _chunks(rows_ND, head_VD, targets_N, chunk_bytes)
+        head_grad_VD = None
+        if needs_grad and ctx.needs_input_grad[1]:
+            # several chunks are summed in float32, one needs no sum
+            dtype = wide if len(chunks) > 1 else head_VD.dtype
+            head_grad_VD = torch.zeros_like(head_VD, dtype=dtype)
+        for rows_nD, targets_n in chunks:
+            chunk = _Chunk(rows_nD, head_VD, targets_n, soft_cap)
+            total += chunk.losses_n.sum()
+            if not needs_grad:
+                continue
+            row_grad_nD = torch.zeros_like(rows_nD, dtype=wide)
+            for start, grad_nv in chunk.logit_gradients():
+                tokens = slice(start, start + grad_nv.shape[1])
+                row_grad_nD += grad_nv @ head_VD[tokens]
+                if head_grad_VD is not None:
+                    head_grad_VD[tokens] += grad_nv.t() @ rows_nD
+            row_grads.append(row_grad_nD.to(rows_nD.dtype))
+        row_grad_ND = torch.cat(row_grads) if row_grads else None
+        ctx.save_for_backward(row_grad_ND, head_grad_VD)
+        ctx.head_dtype = head_VD.dtype
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_total):
+        row_grad_ND, head_grad_VD = ctx.saved_tensors
+        if row_grad_ND is not None:
+            row_grad_ND = (row_grad_ND * grad_total).to(row_grad_ND.dtype)
+        if head_grad_VD is not None:
+            head_grad_VD = (head_grad_VD * grad_total).to(ctx.head_dtype)
+        return row_grad_ND, head_grad_VD, None, None, None, None
