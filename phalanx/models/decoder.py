@@ -17,8 +17,8 @@ from phalanx.models.cache import KvCache
 from phalanx.models.spec import DecoderConfig
 from phalanx.ops.attention import Documents, causal_attention, packed_attention
 from phalanx.ops.dropout import DropoutKey
-from phalanx.ops.norm import rms_norm
-from phalanx.ops.rope import rope_table, rotate
+from phalanx.ops.norm import rms_norm, rms_norm_rotate
+from phalanx.ops.rope import rope_table
 
 
 @dataclass(frozen=True)
@@ -43,9 +43,11 @@ class RmsNorm(nn.Module):
         self.eps = eps
         self.weight = nn.Parameter(torch.zeros(num_channels, **factory))
 
-    def forward(self, x_SD: Tensor) -> Tensor:
-        """Same shape as `x_SD`."""
-        return rms_norm(x_SD, self.weight, self.eps)
+    def forward(self, x_SD: Tensor, rope: tuple[Tensor, Tensor] | None = None) -> Tensor:
+        """Same shape as `x_SD`; with (cos, sin), rows are rotated after the norm."""
+        if rope is None:
+            return rms_norm(x_SD, self.weight, self.eps)
+        return rms_norm_rotate(x_SD, self.weight, self.eps, *rope)
 
 
 class Projection(nn.Linear):
@@ -77,13 +79,13 @@ class Attention(nn.Module):
 
     def forward(self, x_SD: Tensor, context: RowContext) -> Tensor:
         """Output of the attention block, [S, D]."""
-        cos, sin = context.rope[self.kind.name]
+        rope = context.rope[self.kind.name]
         # heads are counted from the projections, which hold a part of them under tensor parallelism
         q_SHC = self.q_proj(x_SD, context.dropout).unflatten(-1, (-1, self.kind.head_dim))
         k_SKC = self.k_proj(x_SD, context.dropout).unflatten(-1, (-1, self.kind.head_dim))
         v_SKC = self.v_proj(x_SD, context.dropout).unflatten(-1, (-1, self.kind.head_dim))
-        q_SHC = rotate(self.q_norm(q_SHC), cos, sin)
-        k_SKC = rotate(self.k_norm(k_SKC), cos, sin)
+        q_SHC = self.q_norm(q_SHC, rope)
+        k_SKC = self.k_norm(k_SKC, rope)
         options = {"scale": self.scale, "window": self.kind.window}
         if context.caches is None:
             out_SHC = packed_attention(q_SHC, k_SKC, v_SKC, context.documents, **options)
@@ -230,11 +232,8 @@ class Decoder(nn.Module):
         return rows_SD * torch.tensor(self.config.hidden_size**0.5, dtype=rows_SD.dtype)
 
     def _rope(self, positions_S: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
-        weights = next(self.model.layers.parameters())
         return {
-            kind.name: rope_table(
-                positions_S, kind.head_dim, kind.rope_theta, kind.rope_factor, weights.dtype
-            )
+            kind.name: rope_table(positions_S, kind.head_dim, kind.rope_theta, kind.rope_factor)
             for kind in self.config.kinds
         }
 

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from phalanx.errors import JobError
 from phalanx.models.decoder import Projection
@@ -46,12 +47,34 @@ class LoraLinear(Projection):
 
     def forward(self, x_SI: Tensor, dropout: DropoutKey | None = None) -> Tensor:
         """x W^T + scale (x A^T) B^T, [S, O]."""
-        kept_SI = x_SI
+        down_RI = self.lora_A.weight.to(x_SI.dtype)
+        up_OR = self.lora_B.weight.to(x_SI.dtype)
         if self.training and self.dropout > 0.0:
             kept_SI = keyed_dropout(x_SI, self.dropout, dropout, self.name)
-        low_SR = F.linear(kept_SI, self.lora_A.weight.to(x_SI.dtype))
-        update_SO = F.linear(low_SR * self.scale, self.lora_B.weight.to(x_SI.dtype))
-        return F.linear(x_SI, self.weight) + update_SO
+            low_SR = F.linear(kept_SI, down_RI) * self.scale
+            return F.linear(x_SI, self.weight) + F.linear(low_SR, up_OR)
+        return _FrozenPlusLowRank.apply(x_SI, self.weight, down_RI, up_OR, self.scale)
+
+
+class _FrozenPlusLowRank(torch.autograd.Function):
+    """x W^T + scale (x A^T) B^T with W frozen: both sums happen inside the products."""
+
+    @staticmethod
+    def forward(ctx, x_SI, weight_OI, down_RI, up_OR, scale):
+        low_SR = F.linear(x_SI, down_RI).mul_(scale)
+        ctx.save_for_backward(x_SI, weight_OI, down_RI, up_OR, low_SR)
+        ctx.scale = scale
+        return F.linear(x_SI, weight_OI).addmm_(low_SR, up_OR.t())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_SO):
+        x_SI, weight_OI, down_RI, up_OR, low_SR = ctx.saved_tensors
+        grad_low_SR = (grad_SO @ up_OR).mul_(ctx.scale)
+        grad_x_SI = None
+        if ctx.needs_input_grad[0]:
+            grad_x_SI = (grad_SO @ weight_OI).addmm_(grad_low_SR, down_RI)
+        return grad_x_SI, None, grad_low_SR.t() @ x_SI, grad_SO.t() @ low_SR, None
 
 
 def lora_values(
