@@ -37,6 +37,7 @@ CODES: dict[str, str] = {
     "check/deadlock": "a program that can never finish",
     "check/cycle": "actions that wait for one another",
     "check/memory": "a rank that needs more memory than it has",
+    "check/handle": "memory that is taken twice or given back without being held",
     "check/label": "an action that waits for a label that its rank never has",
     "plan/format": "a plan file of another format version",
     "plan/hardware": "a plan made for other hardware",

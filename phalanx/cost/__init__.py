@@ -1,0 +1,1 @@
+"""Cost models: plain floats in, seconds and bytes out. Nothing here needs torch."""

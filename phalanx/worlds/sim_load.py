@@ -1,0 +1,138 @@
+"""Getting programs and decided actions into the simulator's table."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+
+from phalanx.action import Action, Compute, Move, Program, Timer
+from phalanx.cost.base import CostModel
+from phalanx.errors import CheckError, nearest_names
+from phalanx.worlds.sim_match import Matcher
+from phalanx.worlds.sim_table import Table, Template, compile_list, require_labels
+
+
+class Loader:
+    """Places lists behind what their ranks have already.
+
+    Args:
+        table: where the entries go.
+        matcher: gives them their meetings.
+        cost: gives them their durations.
+        pair_channels: see `compile_list`.
+
+    Attributes:
+        entries_of: rank -> its entries, in order of issue.
+    """
+
+    def __init__(
+        self, table: Table, matcher: Matcher, cost: CostModel, *, pair_channels: bool = False
+    ) -> None:
+        self._table, self._matcher, self._cost = table, matcher, cost
+        self._pair_channels = pair_channels
+        self.entries_of: dict[int, list[range]] = {}
+        self._tails: dict[int, dict[str, int]] = {}
+        self._labels: dict[int, list[tuple[int, dict[str, int]]]] = {}
+
+    def local_s(self, action: Action, rank: int) -> float:
+        """Duration of an action that needs nobody else (0 for the others, until they meet)."""
+        if isinstance(action, Compute):
+            return self._cost.compute_s(action, rank)
+        if isinstance(action, Move):
+            return self._cost.move_s(action, rank)
+        return action.delay_s if isinstance(action, Timer) else 0.0
+
+    def _prices(self, template: Template, rank: int) -> list[float]:
+        prices = [self.local_s(action, rank) for action in template.actions]
+        assert all(price >= 0 for price in prices), "a cost model gave a negative duration"
+        return [prices[index] for index in template.which]
+
+    def add_program(self, program: Program, ranks: Sequence[int], step: int) -> list[int]:
+        """Queue a program's lists, with a notice for the end of the first rank's; the entries to
+        release.
+
+        Raises:
+            CheckError: `check/label` for a label that a list has twice or never.
+            JobError: `mesh/axis`, `mesh/rank` for an axis or a peer that the mesh does not have.
+        """
+        of_list: dict[int, list[int]] = {}
+        for rank in ranks:
+            of_list.setdefault(program.list_of_rank[rank], []).append(rank)
+        lists = {index: self._compile(program, index, alike) for index, alike in of_list.items()}
+        roots = []
+        for rank in ranks:
+            template, which, keys, prices = lists[program.list_of_rank[rank]]
+            price_class = self._cost.rank_class(rank)
+            if price_class not in prices:
+                prices[price_class] = self._prices(template, rank)
+            base = self._table.place(template, which, rank, step, next(keys), prices[price_class])
+            self._labels.setdefault(rank, []).append((base, template.labels))
+            roots += self._join(template, rank, base)
+            if rank == ranks[0]:
+                roots.append(self._table.add_step_notice(base, rank, step))
+        return roots
+
+    def _compile(
+        self, program: Program, index: int, ranks: Sequence[int]
+    ) -> tuple[Template, list[int], Iterator[list[int]], dict[Hashable, list[float]]]:
+        template = compile_list(program.lists[index], pair_channels=self._pair_channels)
+        require_labels(template, f"rank {ranks[0]}")
+        which = self._table.add_actions(template)
+        return template, which, iter(self._matcher.keys(template, ranks)), {}
+
+    def add_actions(self, actions: Sequence[Action], ranks: Sequence[int], step: int) -> list[int]:
+        """Queue decided actions on each of `ranks`, with a notice for every label.
+
+        Raises:
+            CheckError: `check/label` for an `after` label that a rank never had.
+        """
+        template = compile_list(actions, watch=True)
+        which = self._table.add_actions(template)
+        all_keys = self._matcher.keys(template, ranks)
+        roots = []
+        for rank, keys in zip(ranks, all_keys):
+            prices = self._prices(template, rank)
+            base = self._table.place(template, which, rank, step, keys, prices)
+            for at, label in template.outside:
+                self._table.after(self._require(rank, label), base + at)
+            roots += self._join(template, rank, base)
+            self._name(template, rank, base)
+        return roots
+
+    def find(self, rank: int, label: str) -> int | None:
+        """The newest entry of a label on a rank."""
+        for base, labels in reversed(self._labels.get(rank, [])):
+            if label in labels:
+                return base + labels[label]
+        return None
+
+    def forget(self, rank: int) -> None:
+        """A rank comes back with empty lanes and no labels."""
+        self._tails.pop(rank, None)
+        self._labels.pop(rank, None)
+
+    def _require(self, rank: int, label: str) -> int:
+        entry = self.find(rank, label)
+        if entry is None:
+            known = [name for _, labels in self._labels.get(rank, []) for name in labels]
+            legal = nearest_names(label, known)
+            rule = "waits for a label that its rank never had"
+            raise CheckError("check/label", f"rank {rank}", repr(label), rule, legal=legal)
+        return entry
+
+    def _join(self, template: Template, rank: int, base: int) -> list[int]:
+        """Chain a placed template to the rank's lanes; the entries that wait for a release."""
+        table, tails = self._table, self._tails.setdefault(rank, {})
+        for lane, at in template.heads.items():
+            if lane in tails:
+                table.after(tails[lane], base + at)
+        for lane, at in template.tails.items():
+            tails[lane] = base + at
+        self.entries_of.setdefault(rank, []).append(range(base, len(table)))
+        return [base + at for at, waits in enumerate(template.waits) if not waits]
+
+    def _name(self, template: Template, rank: int, base: int) -> None:
+        """Make labels known; decided actions share one dictionary per rank between programs."""
+        known = self._labels.setdefault(rank, [])
+        if not known or known[-1][0] != 0:
+            known.append((0, {}))
+        known[-1][1].update({label: base + at for label, at in template.labels.items()})
