@@ -11,15 +11,25 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from time import perf_counter
-from typing import Any
-
-import torch
+from typing import Any, Protocol
 
 from phalanx.cost import collectives
 from phalanx.trace import Trace, TraceBuilder
 
 P2P = ("send", "recv")
 _ROOTED = ("reduce", "gather", "scatter")
+
+
+class Clock(Protocol):
+    """Moments on the device that communicates: `torch_clock.DeviceClock`."""
+
+    def now(self) -> Any:
+        """The present moment."""
+        ...
+
+    def seconds(self, moment: Any) -> float:
+        """A moment by `time.perf_counter`."""
+        ...
 
 
 class CommRow:
@@ -29,24 +39,36 @@ class CommRow:
         name: the same on all ranks that take part: "tp#3" is the fourth collective of my tp group,
             "pp:0>1#2" the third message from 0 to 1 (coordinates on the axis).
         peer: global rank of the other end of a message (-1: none or any).
-        start_s, end_s: of `time.perf_counter`; `end_s` is the issue's end until someone waited.
-        events: start and end on an accelerator's stream, or None.
+        start, end: moments of `clock`; `end` is the end of the issue until someone waited.
     """
 
     __slots__ = (
         *("axis", "kind", "name", "peer", "payload_bytes", "group_size"),
-        *("start_s", "end_s", "waited", "events"),
+        *("clock", "start", "end", "waited"),
     )
 
-    def __init__(self, axis, kind, name, peer, payload_bytes, group_size) -> None:
+    def __init__(
+        self,
+        axis: str,
+        kind: str,
+        name: str,
+        peer: int,
+        payload_bytes: int,
+        group_size: int,
+        clock: Clock,
+    ) -> None:
         self.axis, self.kind, self.name, self.peer = axis, kind, name, peer
         self.payload_bytes, self.group_size = payload_bytes, group_size
-        self.waited, self.events = False, None
-        self.start_s = self.end_s = perf_counter()
+        self.clock, self.waited = clock, False
+        self.start = self.end = clock.now()
 
     def __str__(self) -> str:
         state = "done" if self.waited else "not seen to end"
         return f"{self.kind} {self.name}, {self.payload_bytes} bytes, {state}"
+
+    def set_end(self, *, waited: bool) -> None:
+        """The issue or (`waited`) the operation has ended."""
+        self.end, self.waited = self.clock.now(), waited
 
     @property
     def wire_bytes(self) -> float:
@@ -75,7 +97,6 @@ class CommLog:
         self.origin_s = perf_counter() if origin_s is None else origin_s
         self.rows: list[CommRow] = []
         self._steps: list[tuple[int, float, float, int]] = []  # number, start, end, first row
-        self._device_zero: tuple[float, torch.Event] | None = None
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
@@ -115,7 +136,7 @@ class CommLog:
         return builder.build()
 
     def _trace_row(self, row: CommRow, step: int) -> dict[str, Any]:
-        start_s, end_s = self._device_times(row) if row.events else (row.start_s, row.end_s)
+        start_s, end_s = row.clock.seconds(row.start), row.clock.seconds(row.end)
         lane = f"{row.kind}:{row.axis}" if row.kind in P2P else f"axis:{row.axis}"
         return {
             "rank": self.rank,
@@ -131,50 +152,17 @@ class CommLog:
             "wire_bytes": row.wire_bytes,
         }
 
-    def _device_times(self, row: CommRow) -> tuple[float, float]:
-        start, end = row.events
-        last = end or start
-        last.synchronize()
-        host_s, zero = self._device_zero
-        start_s = host_s + zero.elapsed_time(start) / 1e3
-        return start_s, start_s + start.elapsed_time(last) / 1e3
-
-    def _start_clock(self, row: CommRow, device: torch.device) -> None:
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            return
-        if self._device_zero is None:
-            torch.accelerator.synchronize(device)  # once, so that the two clocks meet
-            self._device_zero = (perf_counter(), _marked(device))
-        row.events = (_marked(device), None)
-
-
-def _marked(device: torch.device) -> torch.Event:
-    event = torch.Event(device, enable_timing=True)
-    event.record()
-    return event
-
 
 _active: CommLog | None = None
 _last: CommRow | None = None
 
 
-def issued(row: CommRow, device: torch.device | None) -> None:
-    """An operation on tensors of `device` (None: it has none) is about to be issued."""
+def issued(row: CommRow) -> None:
+    """An operation is about to be issued."""
     global _last
     _last = row
     if _active is not None:
         _active.rows.append(row)
-        if device is not None and device.type != "cpu":
-            _active._start_clock(row, device)
-
-
-def waited(rows: Sequence[CommRow]) -> None:
-    """The caller has waited for these operations."""
-    now_s = perf_counter()
-    for row in rows:
-        row.end_s, row.waited = now_s, True
-        if row.events and row.events[1] is None:
-            row.events = (row.events[0], _marked(row.events[0].device))
 
 
 def last_collective() -> str | None:

@@ -66,7 +66,8 @@ class LogicalGroup:
         self.close()
         self.epoch, self.members = epoch, tuple(members)
         self._over = threading.Event()
-        prefix = dist.PrefixStore(f"{self.name}/{epoch}/", self.store)
+        who = "-".join(map(str, members))  # several groups of one name may have one epoch
+        prefix = dist.PrefixStore(f"{self.name}/{epoch}/{who}/", self.store)
         rank, timeout = self.members.index(self.my_id), timedelta(seconds=self.timeout_s)
         try:
             self._group = LoggedGroup(

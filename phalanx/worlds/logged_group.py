@@ -18,7 +18,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -28,6 +27,9 @@ from torch.distributed import DeviceMesh, ProcessGroup, Work
 from phalanx.mesh import Mesh
 from phalanx.worlds import comm_log, torch_private
 from phalanx.worlds.comm_log import P2P, CommRow
+from phalanx.worlds.torch_clock import clock_of
+
+_CPU = torch.device("cpu")
 
 # method of ProcessGroup -> kind, argument that holds the payload, whether times the group's size
 _OPERATIONS: dict[str, tuple[str, int | None, bool]] = {
@@ -67,7 +69,8 @@ class _LoggedWork(Work):
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         answer = self._inner.wait(timeout) if timeout else self._inner.wait()
-        comm_log.waited(self._rows)
+        for row in self._rows:
+            row.set_end(waited=True)
         return answer
 
 
@@ -137,10 +140,11 @@ class LoggedGroup(ProcessGroup):
         at = args[1] if kind in P2P and method != "recv_anysource" else -1
         name = self._name(kind, at)
         peer = self._ranks[at] if at >= 0 else -1
-        row = CommRow(self.axis, kind, name, peer, payload_bytes, len(self._ranks))
-        comm_log.issued(row, _device_of(args[0]) if args else None)
+        clock = clock_of(_device_of(args[0]) if args else _CPU)
+        row = CommRow(self.axis, kind, name, peer, payload_bytes, len(self._ranks), clock)
+        comm_log.issued(row)
         work = getattr(self._inner, method)(*args, **kwargs)
-        row.end_s = perf_counter()
+        row.set_end(waited=False)
         if self._batch is not None:
             self._batch.append(row)
             return work
@@ -156,10 +160,10 @@ class LoggedGroup(ProcessGroup):
         return f"{name}#{count}"
 
 
-def _device_of(tensors: Any) -> torch.device | None:
+def _device_of(tensors: Any) -> torch.device:
     while isinstance(tensors, list | tuple) and tensors:
         tensors = tensors[0]
-    return tensors.device if isinstance(tensors, torch.Tensor) else None
+    return tensors.device if isinstance(tensors, torch.Tensor) else _CPU
 
 
 def _num_bytes(value: Any) -> int:
