@@ -13,7 +13,7 @@ import numpy as np
 
 from phalanx.data.cached import cache_folder, cached_file, cached_folder, content_key
 from phalanx.data.samples import Audit, Sample, Samples
-from phalanx.data.sources import content_hash, read_examples
+from phalanx.data.sources import Example, content_hash, read_examples
 from phalanx.data.tokenise import Encoded, TextTokenizer, train_tokenizer
 from phalanx.errors import JobError, nearest_names
 
@@ -33,12 +33,14 @@ class DataSettings:
             text every `max_tokens`. "truncate": keep the turns that fit whole (a conversation whose
             first exchange does not fit is dropped), the first `max_tokens` of a text.
         held_out_frac: share of rows kept for evaluation, chosen by the hash of their content.
+        max_rows: use at most so many rows, chosen by hash as well; 0: all.
     """
 
     source: str = "python-docs"
     max_tokens: int = 512
     too_long: str = "error"
     held_out_frac: float = 0.05
+    max_rows: int = 0
 
     def __post_init__(self) -> None:
         if self.too_long not in TOO_LONG:
@@ -116,13 +118,14 @@ def _write(path: Path, settings: DataSettings, tokenizer: TextTokenizer) -> None
         arrays[f"{part}_bounds"], arrays[f"{part}_keys"] = samples.bounds, samples.keys
     arrays |= {f"audit_{name}": np.asarray(value) for name, value in asdict(audit).items()}
     with path.open("wb") as file:
-        np.savez(file, **arrays)
+        np.savez(file, allow_pickle=False, **arrays)
 
 
 def _collect(settings: DataSettings, tokenizer: TextTokenizer) -> tuple[list[Sample], Audit]:
     samples: list[Sample] = []
     rows = rows_dropped = rows_cut = tokens_in = 0
-    for example, row in tokenizer.encode_examples(read_examples(settings.source)):
+    examples = _at_most(read_examples(settings.source), settings.max_rows)
+    for example, row in tokenizer.encode_examples(examples):
         rows, tokens_in = rows + 1, tokens_in + len(row.tokens)
         parts = list(_within_limit(row, settings, example.where))
         rows_dropped += not parts
@@ -145,6 +148,15 @@ def _collect(settings: DataSettings, tokenizer: TextTokenizer) -> tuple[list[Sam
         tokens_dropped=tokens_in - kept,
     )
     return samples, audit
+
+
+def _at_most(examples: list[Example], max_rows: int) -> list[Example]:
+    """A fixed sample of the rows, in their order; independent of the split by `key` itself."""
+    if not 0 < max_rows < len(examples):
+        return examples
+    chosen = sorted(examples, key=lambda each: content_key(each.key))[:max_rows]
+    keys = {each.key for each in chosen}
+    return [each for each in examples if each.key in keys]
 
 
 def _sample(row: Encoded, start: int, end: int, key: int) -> Sample:

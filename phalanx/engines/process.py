@@ -1,0 +1,148 @@
+"""One process of a role: its rank, device, mesh and memory, read once.
+
+The environment is torchrun's (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR,
+MASTER_PORT), so torchrun, Slurm and Kubernetes launchers all do.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed import DeviceMesh
+
+from phalanx.mesh import Mesh
+from phalanx.worlds.logged_group import device_mesh, init_logged
+
+T = TypeVar("T")
+BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
+
+
+@dataclass(frozen=True)
+class Process:
+    """This process.
+
+    Attributes:
+        rank, world_size: in the role's mesh.
+        device: where tensors live.
+        mesh: torch's mesh with the plan's axes.
+    """
+
+    rank: int
+    world_size: int
+    device: torch.device
+    mesh: DeviceMesh
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is rank 0, which writes files and reports."""
+        return self.rank == 0
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        dist.barrier()
+
+    def leader_first(self, make: Callable[[], T]) -> T:
+        """`make()` on rank 0, then on the others, which find what rank 0 has put into a cache."""
+        if not self.leads:
+            self.barrier()
+        value = make()
+        if self.leads:
+            self.barrier()
+        return value
+
+    def sum(self, value: float) -> float:
+        """`value` added over all ranks; waits, so not for the step path."""
+        total = torch.tensor([value], dtype=torch.float64)
+        dist.all_reduce(total)
+        return float(total[0])
+
+
+@contextmanager
+def start_process(device: str, mesh: Mesh, timeout_s: float = 600.0) -> Iterator[Process]:
+    """Join the other processes; leave them at the end.
+
+    A default process group that exists already is used and left alone.
+
+    Args:
+        device: "cpu" (gloo) or "cuda" (NCCL, gloo for host tensors).
+        mesh: axes of the role; must multiply to WORLD_SIZE.
+        timeout_s: of a collective.
+
+    Raises:
+        JobError: `mesh/product` when WORLD_SIZE differs from the mesh.
+    """
+    mesh.require_devices(int(os.environ.get("WORLD_SIZE", mesh.size)), "plan.mesh")
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    if device == "cuda":
+        torch.cuda.set_device(local_rank)
+    owns = not dist.is_initialized()
+    if owns:
+        torch.set_num_threads(_num_threads())
+        init_logged(BACKENDS[device], *_rendezvous(), timeout_s)
+    try:
+        where = torch.device(device, local_rank) if device == "cuda" else torch.device(device)
+        yield Process(dist.get_rank(), dist.get_world_size(), where, device_mesh(device, mesh))
+    finally:
+        if owns:
+            dist.destroy_process_group()
+
+
+def _rendezvous() -> tuple[dist.Store, int, int]:
+    if "RANK" not in os.environ:
+        return dist.HashStore(), 0, 1
+    return next(dist.rendezvous("env://"))
+
+
+def _num_threads() -> int:
+    """Cores per process of this machine; torchrun's default of one thread wastes the others."""
+    cores = len(os.sched_getaffinity(0))
+    return max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+
+
+def resident_bytes() -> int:
+    """Resident memory of this process now."""
+    return _status("VmRSS")
+
+
+class PeakMemory:
+    """The largest memory of a stretch of work, above a level noted before.
+
+    On the CPU: resident bytes by the kernel's own high-water mark, which costs nothing to keep. On
+    CUDA: bytes that torch allocated.
+
+    Args:
+        device: whose memory counts.
+        baseline_bytes: level to subtract on the CPU, `resident_bytes()` after the imports.
+    """
+
+    def __init__(self, device: torch.device, baseline_bytes: int) -> None:
+        self.device = device
+        self.baseline_bytes = baseline_bytes if device.type == "cpu" else 0
+        self.restart()
+
+    def restart(self) -> None:
+        """The stretch begins now."""
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+        else:
+            Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM, see proc(5)
+
+    def peak_bytes(self) -> int:
+        """The largest level since, less the baseline."""
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.device)
+        return _status("VmHWM") - self.baseline_bytes
+
+
+def _status(key: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{key}:"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError(f"/proc/self/status has no {key}")

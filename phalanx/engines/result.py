@@ -1,0 +1,63 @@
+"""What a training run leaves behind, readable without torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+FILE_NAME = "train.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainResult:
+    """All numbers are measured; losses are in nats per counted token, on held-out rows.
+
+    Attributes:
+        steps: optimizer steps taken; num_ranks: processes that trained.
+        loss_before, loss_after: held-out loss before the first and after the last step.
+        evaluations: (step, held-out loss), the two above included.
+        num_tokens, num_counted: tokens of all steps; targets among them.
+        step_s: median wall time of a step, the first one left out.
+        tokens_per_s: num_tokens over the time of all steps (evaluation and loading left out).
+        peak_bytes: sum over processes of the peak resident memory (on CUDA: allocated) while
+            training, above what the process held once its libraries were imported.
+        baseline_bytes: that level, summed over processes; 0 on CUDA.
+        seconds: where the time of rank 0 went: "data", "load", "evaluate", "sample", "train",
+            "export".
+        samples: {"prompt", "before", "after"}: greedy answers to held-out prompts.
+        audit: what became of the rows and tokens of the source.
+        export, adapter, metrics, trace: paths, below the run folder ("" where there is none).
+    """
+
+    steps: int
+    num_ranks: int
+    loss_before: float
+    loss_after: float
+    evaluations: Sequence[Sequence[float]]
+    num_tokens: int
+    num_counted: int
+    step_s: float
+    tokens_per_s: float
+    peak_bytes: float
+    baseline_bytes: float
+    seconds: Mapping[str, float]
+    samples: Sequence[Mapping[str, str]] = ()
+    audit: Mapping[str, int] = field(default_factory=dict)
+    export: str = ""
+    adapter: str = ""
+    metrics: str = ""
+    trace: str = ""
+
+    def save(self, folder: str | Path) -> None:
+        """Write `train.json` into the run folder."""
+        text = json.dumps(asdict(self), indent=1, ensure_ascii=False)
+        (Path(folder) / FILE_NAME).write_text(text + "\n", encoding="utf-8")
+
+    @staticmethod
+    def load(folder: str | Path) -> TrainResult:
+        """Read what `save` wrote."""
+        table: dict[str, Any] = json.loads((Path(folder) / FILE_NAME).read_text(encoding="utf-8"))
+        return TrainResult(**table)

@@ -1,0 +1,130 @@
+"""One optimizer step of one process: micro-batches forward and backward, then the update.
+
+Legend: S packed tokens, N targets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from phalanx.data.batches import MicroBatch, StepBatch
+from phalanx.engines.optim import ShardedAdamW
+from phalanx.engines.trainer_model import TrainModel
+from phalanx.ops.dropout import DropoutKey
+from phalanx.ops.loss import counted_cross_entropy
+from phalanx.worlds.torch_log import SpanLog
+
+
+class Work(NamedTuple):
+    """A part of a step: phase "F", "B" or "O" (optimizer), and micro-batch (-1: none)."""
+
+    phase: str
+    item: int
+
+
+class StepTensors(NamedTuple):
+    """What a step computed, still on the device: mean loss of the global batch, gradient norm."""
+
+    loss: Tensor
+    grad_norm: Tensor
+
+
+class TrainStep:
+    """Runs steps; equal on every world size and for every split into micro-batches.
+
+    The loss of a micro-batch is a sum divided by the targets of the whole global batch, which every
+    rank knows from the data, so gradients only have to be added up.
+
+    Args:
+        model: bound decoder.
+        optimizer: over its trainable parameters.
+        device: where the tensors of a batch go.
+        seed: of dropout.
+    """
+
+    def __init__(
+        self, model: TrainModel, optimizer: ShardedAdamW, device: torch.device, seed: int
+    ) -> None:
+        self.model, self.optimizer, self.device, self.seed = model, optimizer, device, seed
+        # two, so that the spans of a step can be read while the next one runs
+        self._spans = (SpanLog(device), SpanLog(device))
+
+    def spans(self, number: int) -> SpanLog:
+        """When the parts of step `number` ran; kept until step `number + 2`."""
+        return self._spans[number % 2]
+
+    def run(self, batch: StepBatch, number: int, lr: float) -> StepTensors:
+        """One step; nothing is read back from the device."""
+        spans = self.spans(number)
+        spans.restart()
+        total = torch.zeros((), device=self.device)
+        norm = loss = total
+        for work in spans.follow(_work_of(len(batch.micro_batches))):
+            if work.phase == "F":
+                loss = self._forward(batch, number, work.item)
+                total = total + loss.detach()
+            elif work.phase == "B":
+                loss.backward()
+            else:
+                self.model.data.finish_step()
+                norm = self.optimizer.step(lr)
+        return StepTensors(self.model.data.sum(total), norm)
+
+    def _forward(self, batch: StepBatch, number: int, item: int) -> Tensor:
+        self.model.data.begin_item(item, len(batch.micro_batches))
+        return row_loss(
+            self.model,
+            batch.micro_batches[item],
+            batch.num_counted_global,
+            self.device,
+            DropoutKeys(self.seed, number) if self._drops else None,
+        )
+
+    @property
+    def _drops(self) -> bool:
+        return self.model.lora is not None and self.model.lora.dropout > 0.0
+
+
+class DropoutKeys(NamedTuple):
+    """Seed and step of dropout masks."""
+
+    seed: int
+    step: int
+
+
+def _work_of(num_items: int) -> Iterator[Work]:
+    for item in range(num_items):
+        yield Work("F", item)
+        yield Work("B", item)
+    yield Work("O", -1)
+
+
+def row_loss(
+    model: TrainModel,
+    row: MicroBatch,
+    num_counted_global: int,
+    device: torch.device,
+    dropout: DropoutKeys | None = None,
+) -> Tensor:
+    """Sum of the row's target losses over `num_counted_global`."""
+    tokens_S, positions_S, counted_N, targets_N = (
+        torch.from_numpy(array).to(device, non_blocking=True)
+        for array in (row.tokens_S, row.positions_S, row.counted_N, row.targets_N)
+    )
+    key = None
+    if dropout is not None:
+        places_S = torch.from_numpy(row.global_tokens_S).to(device, non_blocking=True)
+        key = DropoutKey(dropout.seed, dropout.step, places_S)
+    hidden_SD = model.decoder(tokens_S, positions_S, row.document_starts, dropout=key)
+    return counted_cross_entropy(
+        hidden_SD,
+        model.decoder.head_weight,
+        counted_N,
+        targets_N,
+        num_counted_global=num_counted_global,
+        soft_cap=model.decoder.config.logit_soft_cap,
+    )
