@@ -33,6 +33,7 @@ from phalanx.worlds.sim_engine import Engine, Outcome
 from phalanx.worlds.sim_faults import Faults
 from phalanx.worlds.sim_fold import equitable_colors
 from phalanx.worlds.sim_links import Links
+from phalanx.worlds.sim_memory import MemoryAccount
 from phalanx.worlds.sim_stuck import stuck_error
 from phalanx.worlds.sim_table import SCOPE
 from phalanx.worlds.sim_trace import build_trace
@@ -83,7 +84,8 @@ class SimWorld:
             raise PlanError("plan/illegal", "fold", True, rule, legal=[False])
         self.mesh, self.job = mesh, job
         self.ranks: Sequence[int] = range(mesh.size)
-        self._make_engine = partial(Engine, mesh, cost, links=links, memory_bytes=memory_bytes)
+        self._memory = MemoryAccount(memory_bytes)
+        self._make_engine = partial(Engine, mesh, cost, links=links, memory=self._memory)
         self._engine = self._make_engine()
         self._engine.outcomes = outcomes or {}
         self._engine.committed = self._committed
@@ -179,7 +181,7 @@ class SimWorld:
     def close(self) -> Trace:
         """The rows of all ranks; notes hold the memory peaks."""
         peaks: dict[str, dict[str, float]] = {}
-        for (rank, memory), peak in self._engine.memory.peak.items():
+        for (rank, memory), peak in self._memory.peak.items():
             peaks.setdefault(memory, {})[str(rank)] = peak
         notes: dict[str, Any] = {"peak_bytes": peaks}
         if self._folded:
@@ -189,7 +191,7 @@ class SimWorld:
 
     def peak_bytes(self, memory: str = "device") -> dict[int, float]:
         """Most bytes that each rank held at a time."""
-        return self._engine.memory.peaks(memory)
+        return self._memory.peaks(memory)
 
     @property
     def now_s(self) -> float:

@@ -53,7 +53,7 @@ class Engine:
         cost: prices.
         colors: color of each rank; one rank plays all of its color (None: no folding).
         links: links that messages share.
-        memory_bytes: limit of the device memory, or memory -> limit.
+        memory: account of what is held (None: Alloc and Free only take their turn).
         pair_channels: see `compile_list`.
 
     Attributes:
@@ -71,14 +71,14 @@ class Engine:
         *,
         colors: np.ndarray | None = None,
         links: Links | None = None,
-        memory_bytes: float | Mapping[str, float] | None = None,
+        memory: MemoryAccount | None = None,
         pair_channels: bool = False,
     ) -> None:
         self.mesh, self.cost, self.links = mesh, cost, links
         self.table = Table()
         self.matcher = Matcher(mesh, colors)
         self.loader = Loader(self.table, self.matcher, cost, pair_channels=pair_channels)
-        self.memory = MemoryAccount(memory_bytes)
+        self.memory = memory
         self.now_s = 0.0
         self.events: list[Event] = []
         self.present: dict[int, list[int]] = {}
@@ -177,9 +177,9 @@ class Engine:
 
     def _start_memory(self, entry: int) -> None:
         action, rank = self.table.action(entry), self.table.rank[entry]
-        if isinstance(action, Alloc):
+        if self.memory is not None and isinstance(action, Alloc):
             self.memory.alloc(action, rank)
-        elif isinstance(action, Free):
+        elif self.memory is not None and isinstance(action, Free):
             self.freed_bytes[entry] = self.memory.free(action, rank)
         self.launch((entry,), 0.0)
 

@@ -159,7 +159,8 @@ class Faults:
                 self._withdraw(entry)
                 self.engine.hung.discard(entry)
                 table.succ[entry] = None
-            self.engine.memory.clear(rank)
+            if self.engine.memory is not None:
+                self.engine.memory.clear(rank)
             self.engine.at(self.engine.now_s + self.script.detect_s, partial(self._leave, rank))
 
     def _cut(self, entry: int) -> None:
