@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush
 from itertools import zip_longest
 
 import numpy as np
@@ -42,18 +43,19 @@ def check_program(
     Args:
         program: what all ranks do.
         memory_bytes: limit of the device memory, or memory -> limit. Allocations count in list
-            order, the order in which a real rank issues them.
+            order as far as `after` allows, which is how a rank with one thread would run the list;
+            the simulator knows the peak for given durations.
 
     Raises:
         CheckError: `check/label`, `check/cycle`, `check/send`, `check/size`, `check/collective`,
             `check/deadlock`, `check/handle`, `check/memory`.
         JobError: `mesh/axis`, `mesh/rank` for an axis or a peer that the mesh does not have.
     """
-    first_rank = {program.list_of_rank[rank]: rank for rank in program.representatives()}
-    for index, rank in first_rank.items():
-        template = compile_list(program.lists[index])
+    serial: dict[int, list[Action]] = {}
+    for rank in program.representatives():
+        template = compile_list(program.of(rank))
         require_labels(template, f"rank {rank}")
-        _require_no_cycle(template, rank)
+        serial[rank] = _serial_order(template, rank)
     colors = _colors(program)
     players = np.unique(colors, return_index=True)[1].tolist()
     meetings = [_Meetings.of(actions) for actions in program.lists]
@@ -61,8 +63,8 @@ def check_program(
         _require_matched_messages(program, rank, meetings)
         _require_equal_collectives(program, rank, meetings)
     _require_progress(program, colors, players)
-    for index, rank in first_rank.items():
-        _require_memory(program.lists[index], rank, memory_bytes)
+    for rank, actions in serial.items():
+        _require_memory(actions, rank, memory_bytes)
 
 
 def _colors(program: Program) -> np.ndarray:
@@ -77,22 +79,31 @@ def _name(action: Action) -> str:
 # ---- one list --------------------------------------------------------------------------------
 
 
-def _require_no_cycle(template: Template, rank: int) -> None:
+def _serial_order(template: Template, rank: int) -> list[Action]:
+    """A list as one thread would run it: always the first action that waits for nothing.
+
+    Raises:
+        CheckError: `check/cycle`.
+    """
     waits = list(template.waits)
     ready = [entry for entry, count in enumerate(waits) if not count]
+    order = []
     while ready:
-        entry = ready.pop()
+        entry = heappop(ready)
+        order.append(template.actions[template.which[entry]])
         for distance in template.succ[entry]:
             waits[entry + distance] -= 1
             if not waits[entry + distance]:
-                ready.append(entry + distance)
+                heappush(ready, entry + distance)
     stuck = {entry for entry, count in enumerate(waits) if count}
     if stuck:
-        cycle = _cycle(template, stuck)
-        names = [_name(template.actions[template.which[entry]]) for entry in cycle]
+        names = [
+            _name(template.actions[template.which[entry]]) for entry in _cycle(template, stuck)
+        ]
         rule = "actions wait for one another (list order within a lane counts as waiting)"
         shown = " -> ".join([*names, names[0]])
         raise CheckError("check/cycle", f"rank {rank}", names[0], rule, detail=f"  {shown}")
+    return order
 
 
 def _cycle(template: Template, stuck: set[int]) -> list[int]:
