@@ -1,0 +1,45 @@
+"""From the words of a command line to a simulated plan: what `plan` and `simulate` share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from phalanx.errors import JobError
+from phalanx.hardware import machine_names
+from phalanx.job import Job, load_job, parse_flags
+from phalanx.models.config import DecoderConfig, read_config
+from phalanx.planner.make import Planned, make_plan
+from phalanx.planner.simulate import Simulated, simulate
+
+
+def plan_job(path: str, arguments: Sequence[str], on: str = "") -> tuple[Job, Planned, Simulated]:
+    """Load, plan and simulate.
+
+    Args:
+        path: job file.
+        arguments: dotted flags.
+        on: cluster shorthand, instead of the job's.
+
+    Raises:
+        JobError, PlanError, CheckError: from any of the steps.
+    """
+    job = load_job(path, parse_flags(arguments))
+    cluster = on or job.plan.on
+    if cluster == "here":
+        rule = "name a cluster; `phalanx run` plans for this machine and measures it first"
+        legal = [f"8x{name}" for name in machine_names()]
+        raise JobError("job/bad-value", "plan.on", "here", rule, legal=legal)
+    planned = make_plan(job, config_of(job), cluster)
+    return job, planned, simulate(planned, job.limits.memory_bytes)
+
+
+def config_of(job: Job) -> DecoderConfig | None:
+    """Sizes of the job's model: from its folder's config.json; None for 'toy'.
+
+    Raises:
+        JobError: `job/not-found` when the folder has no config.json.
+    """
+    if job.model.name == "toy":
+        return None
+    return read_config(Path(job.model.name)).with_dtype(job.model.dtype)

@@ -1,0 +1,94 @@
+"""Play a planned step in virtual time and say what it costs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from phalanx.drive import drive
+from phalanx.planner.make import Planned
+from phalanx.report import Report
+from phalanx.trace import Trace
+from phalanx.worlds.sim import SimWorld
+
+# Larger meshes are folded: one rank is played for all that are alike.
+_UNFOLDED_RANKS = 64
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """One simulated step.
+
+    Attributes:
+        trace: rows of the ranks played.
+        report: step time, idle share, bytes, memory against the limit.
+        peak_bytes: most bytes of a rank: what it keeps plus what lives within the step.
+        limit_bytes: memory of one device, or the job's own limit.
+    """
+
+    trace: Trace
+    report: Report
+    peak_bytes: float
+    limit_bytes: float
+
+    @property
+    def fits(self) -> bool:
+        """Whether every rank stays within its limit."""
+        return self.peak_bytes <= self.limit_bytes
+
+
+def simulate(planned: Planned, limit_bytes: float = 0.0) -> Simulated:
+    """Simulate the training step of a plan.
+
+    Args:
+        planned: from `make_plan`.
+        limit_bytes: per device (0: what the device has).
+    """
+    mesh = planned.program.mesh
+    fold = mesh.size > _UNFOLDED_RANKS
+    world = SimWorld(mesh, planned.cost, job=planned.plan.job, fold=fold)
+    trace = drive(world, program=planned.program)
+    within = world.peak_bytes()
+    peaks = {rank: planned.held_bytes(rank) + within.get(rank, 0.0) for rank in world.ranks}
+    fullest = max(peaks, key=lambda rank: peaks[rank])
+    limit = limit_bytes or planned.cluster.machine.memory.value
+    report = Report(f"{planned.plan.job} on {planned.cluster}")
+    _time_rows(report, planned, trace, list(world.ranks))
+    _byte_rows(report, trace, list(world.ranks))
+    held, note = planned.held_bytes(fullest), f"rank {fullest}"
+    report.add("memory kept, weights to optimizer", held, "bytes", "formula", note=note)
+    report.add(
+        "memory within the step, peak", within.get(fullest, 0.0), "bytes", "simulated", note=note
+    )
+    report.add("memory, peak", peaks[fullest], "bytes", "simulated", note=note)
+    kind = "as the job says" if limit_bytes else planned.cluster.machine.memory.source
+    report.add("memory, limit of a device", limit, "bytes", "published", note=kind)
+    return Simulated(trace, report, peaks[fullest], limit)
+
+
+def _time_rows(report: Report, planned: Planned, trace: Trace, ranks: list[int]) -> None:
+    step_s = trace.end_s
+    replicas = planned.program.mesh.degree("replicate") * planned.program.mesh.degree("shard")
+    tokens = sum(planned.work.item_tokens) * replicas
+    report.add("step time", step_s, "s", "simulated", note=_priced(planned))
+    report.add("tokens of a step", tokens, "1", "formula")
+    report.add("throughput", tokens / step_s if step_s else None, "tokens/s", "simulated")
+    compute = trace.where(lane="compute")
+    busy = [float(compute.where(rank=rank).columns["dur_s"].sum()) for rank in ranks]
+    idle = 1.0 - np.asarray(busy) / step_s if step_s else np.zeros(len(ranks))
+    report.add("idle share of compute, mean over ranks", float(idle.mean()), "1", "simulated")
+    report.add("idle share of compute, worst rank", float(idle.max()), "1", "simulated")
+
+
+def _byte_rows(report: Report, trace: Trace, ranks: list[int]) -> None:
+    for axis in sorted(set(trace.column("axis").tolist()) - {""}):
+        of_axis = trace.where(axis=axis)
+        wire = [float(of_axis.where(rank=rank).columns["wire_bytes"].sum()) for rank in ranks]
+        report.add(f"bytes sent on {axis}, busiest rank", max(wire), "bytes", "formula")
+
+
+def _priced(planned: Planned) -> str:
+    if hasattr(planned.cost, "seconds"):
+        return "seconds from the job's table of costs"
+    return f"rates of {planned.cluster.machine.title}"
