@@ -59,7 +59,8 @@ class Action:
 
     @property
     def operator(self) -> str:
-        """What the trace calls it: the op of a Compute, the collective's kind, else the class."""
+        """What the trace calls it: the op of a Compute, the collective's kind, the name of a Mark,
+        "alloc.host" where the memory is not the device's, else the class."""
         return self.kind
 
 
@@ -158,6 +159,10 @@ class Alloc(Action):
     num_bytes: float
     memory: str = "device"
 
+    @property
+    def operator(self) -> str:
+        return self.kind if self.memory == "device" else f"{self.kind}.{self.memory}"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Free(Action):
@@ -166,6 +171,10 @@ class Free(Action):
     kind: ClassVar[str] = "free"
     tensor: str
     memory: str = "device"
+
+    @property
+    def operator(self) -> str:
+        return self.kind if self.memory == "device" else f"{self.kind}.{self.memory}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -98,6 +98,23 @@ class Trace:
         wanted = None if operators is None else set(operators)
         return [pair for pair in pairs if wanted is None or pair[0] in wanted]
 
+    def history(self, **equal: object) -> list[tuple[float, int, str]]:
+        """(start_s, rank, name) in order of time, then rank, then issue: what exact tests compare.
+
+        A name is the action's label, or its operator where it has none.
+
+        Args:
+            equal: as in `where`.
+        """
+        chosen = self.where(**equal)
+        names = [
+            action_id or operator
+            for action_id, operator in zip(chosen.column("action_id"), chosen.column("operator"))
+        ]
+        starts, ranks = chosen.columns["start_s"].tolist(), chosen.columns["rank"].tolist()
+        order = sorted(range(len(chosen)), key=lambda at: (starts[at], ranks[at]))
+        return [(starts[at], ranks[at], names[at]) for at in order]
+
     def to_pandas(self):
         """A DataFrame with every column of the format (needs pandas)."""
         import pandas
