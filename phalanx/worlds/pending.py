@@ -16,14 +16,12 @@ from phalanx.errors import CheckError, nearest_names
 from phalanx.mesh import Mesh
 from phalanx.policy import Event
 
-COMMIT_MARK = "commit"  # Mark(name="commit", value=n): the scope has committed n steps
-
 
 class Entry:
     """One action of one rank.
 
     Attributes:
-        step: loads before and including its own (0: decided before the first).
+        step: of a planned one: loads before its own; of a decided one: committed steps.
         planned: it came with a program, not from a policy.
         waits: how many earlier entries have to end (of some: start) first.
         start, end: moments of the world's clock (None before they come).
@@ -79,11 +77,11 @@ class Entry:
             "start_s": start_s,
             "dur_s": end_s - start_s,
             "flops": getattr(action, "flops", 0.0),
-            "payload_bytes": getattr(action, "payload_bytes", 0.0),
+            "payload_bytes": getattr(action, "payload_bytes", getattr(action, "num_bytes", 0.0)),
         }
         if isinstance(action, Send | Recv):
             row |= {"axis": action.axis, "peer": mesh.peer(self.rank, action.axis, action.peer)}
-            row["wire_bytes"] = action.payload_bytes if isinstance(action, Send) else 0.0
+            row["wire_bytes"] = action.payload_bytes
         elif isinstance(action, Collective):
             size = len(action.members) or mesh.degree(action.axis)
             sent = wire_bytes(action.collective, action.payload_bytes, size)

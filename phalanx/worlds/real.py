@@ -2,7 +2,8 @@
 
 A real world runs everything that can run and reports what happened when it is quiet: nothing is
 ready, and nothing waits for what is under way. A transfer that nobody waits for yet stays under way
-across reports, which is how an exchange overlaps the next step.
+across reports, which is how an exchange overlaps the next step. Events, addressees and numbers are
+those of `sim`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from heapq import heappop, heappush
 from itertools import count
 from typing import Any
 
-from phalanx.action import Action, Collective, Compute, Mark, Program, Recv, Send, Timer
+from phalanx.action import Action, Collective, Compute, Free, Mark, Move, Program, Recv, Send, Timer
 from phalanx.errors import PlanError, WorldError, nearest_names
 from phalanx.mesh import Mesh
 from phalanx.policy import Event, View
@@ -22,6 +23,7 @@ from phalanx.trace import Trace, TraceBuilder
 from phalanx.worlds.pending import Entry, Pending
 
 COMMIT_MARK = "commit"  # Mark(name="commit", value=n): the scope has committed n steps
+SCOPE = -1  # the "rank" of what belongs to a scope
 
 
 class RealWorld(ABC):
@@ -48,9 +50,13 @@ class RealWorld(ABC):
     ) -> None:
         self.mesh, self.ranks, self.ops, self.job = mesh, ranks, ops, job
         self.facts = dict(facts or {})
+        self.lowest = min(ranks)
         self.pending = {rank: Pending(rank, traced_steps) for rank in ranks}
+        if self.lowest == 0:  # one process plays what belongs to the scope as a whole
+            self.pending[SCOPE] = Pending(SCOPE, traced_steps)
         self.views: dict[str, View] = {}
-        self.step = 0
+        self._num_loads = self._num_commits = 0
+        self._started = False
         self._events: list[Event] = []
         self._open_of_step: dict[int, int] = {}
         self._timers: list[tuple[float, int, Entry]] = []
@@ -80,20 +86,20 @@ class RealWorld(ABC):
             raise PlanError("plan/illegal", "program.mesh", program.mesh, rule, legal=[self.mesh])
         for actions in {program.list_of_rank[r]: program.of(r) for r in self.ranks}.values():
             self._require_legal(actions)
-        self.step += 1
+        step, self._num_loads = self._num_loads, self._num_loads + 1
         for rank in self.ranks:
-            batch = self.pending[rank].add(program.of(rank), self.step, planned=True)
-            if rank == min(self.ranks):
-                self._open_of_step[self.step] = len(batch)
-        if not self._open_of_step[self.step]:
-            self._end_step(self.step)
+            batch = self.pending[rank].add(program.of(rank), step, planned=True)
+            if rank == self.lowest:
+                self._open_of_step[step] = len(batch)
+        if not self._open_of_step[step]:
+            self._end_step(step)
 
     def issue(self, actions: Sequence[Action]) -> None:
         """Queue decided actions; errors as in `load`."""
         self._require_legal(actions)
-        for rank in self.ranks:
-            own = [action for action in actions if not action.ranks or rank in action.ranks]
-            self.pending[rank].add(own, self.step, planned=False)
+        for rank, queue in self.pending.items():
+            own = [action for action in actions if _is_for(action, rank)]
+            queue.add(own, self._num_commits, planned=False)
 
     def agree(self, scope: str, decide: Callable[[], list[Action]]) -> list[Action]:
         """The decision of the scope's leader."""
@@ -101,6 +107,9 @@ class RealWorld(ABC):
 
     def next_events(self) -> list[Event]:
         """Run until it is quiet; what happened, or [] when nothing ever will."""
+        if not self._started:
+            self._started = True
+            return [Event(kind="start", time_s=self.now_s)]
         self._run()
         events, self._events = self._events, []
         for view in self.views.values():
@@ -110,8 +119,8 @@ class RealWorld(ABC):
     def close(self) -> Trace:
         """The rows of what has ended, rank by rank in order of issue."""
         builder = TraceBuilder("measured", self.job)
-        for rank in self.ranks:
-            for entry in self.pending[rank].kept:
+        for _, queue in sorted(self.pending.items()):
+            for entry in queue.kept:
                 if entry.ended:
                     moments = (entry.start, entry.end)
                     times = [self.seconds(moment) - self.origin_s for moment in moments]
@@ -163,14 +172,15 @@ class RealWorld(ABC):
         self.pending[entry.rank].set_ended(entry)
         if entry.is_announced:
             self._events.append(entry.event(self.now_s, data or {}))
-        if entry.planned and entry.rank == min(self.ranks):
+        if entry.planned and entry.rank == self.lowest:
             self._open_of_step[entry.step] -= 1
             if not self._open_of_step[entry.step]:
                 self._end_step(entry.step)
 
     def _end_step(self, step: int) -> None:
         del self._open_of_step[step]
-        self._events.append(Event(kind="step", time_s=self.now_s, rank=min(self.ranks), item=step))
+        event = Event(kind="step", time_s=self.now_s, rank=self.lowest, item=step + 1)
+        self._events.append(event)
 
     def _run(self) -> None:
         while True:
@@ -201,26 +211,28 @@ class RealWorld(ABC):
                     self._carry_out(pending.ready.popleft())
 
     def _carry_out(self, entry: Entry) -> None:
-        action, context = entry.action, self.context(entry.rank)
+        action = entry.action
         entry.start = self.now()
-        data = None
         if isinstance(action, Timer):
             self.pending[entry.rank].set_under_way(entry)
             due_s = time.perf_counter() + action.delay_s
             heappush(self._timers, (due_s, next(self._timer_number), entry))
-            return
-        if isinstance(action, Compute):
-            data = self.ops[action.op](context, action)
-        elif isinstance(action, Mark):
-            self._mark(action)
-        elif action.kind in ("move", "free"):
-            getattr(context, action.kind)(action)
-        self.end(entry, data)
+        elif isinstance(action, Compute):
+            self.end(entry, self.ops[action.op](self.context(entry.rank), action))
+        else:
+            if isinstance(action, Mark):
+                self._mark(action)
+            elif isinstance(action, Move):
+                self.context(entry.rank).move(action)
+            elif isinstance(action, Free):
+                self.context(entry.rank).free(action)
+            self.end(entry)
 
     def _mark(self, action: Mark) -> None:
         if action.name == COMMIT_MARK:
+            self._num_commits = max(self._num_commits, int(action.value))
             for view in self.views.values():
-                view.step = int(action.value)
+                view.step = self._num_commits
 
     def _end_timers(self) -> None:
         while self._timers and self._timers[0][0] <= time.perf_counter():
@@ -239,6 +251,17 @@ class RealWorld(ABC):
                 self.mesh.require_axis(action.axis, f"axis of {where}")
             if isinstance(action, Send | Recv):
                 self.mesh.rank({action.axis: action.peer})  # raises for a coordinate outside
+
+
+def _is_for(action: Action, rank: int) -> bool:
+    """Whether a decided action is carried out by `rank` (`SCOPE`: by the scope as a whole)."""
+    if action.ranks:
+        return rank in action.ranks
+    if isinstance(action, Timer):
+        return rank == SCOPE
+    if isinstance(action, Collective) and action.members:
+        return rank in action.members
+    return rank != SCOPE
 
 
 def describe_open(pending: Mapping[int, Pending], num_ranks: int = 8) -> str:
