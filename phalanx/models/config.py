@@ -1,102 +1,30 @@
-"""What a decoder is: a frozen record read strictly from a Hugging Face `config.json`. No torch.
-
-Attention facts (window, heads, head size, RoPE) live per layer kind, never globally: families such
-as Gemma 4 give sliding and full layers different head sizes.
-"""
+"""Reading and writing a Hugging Face `config.json`, strictly. No torch."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 from phalanx.errors import JobError, nearest_names
+from phalanx.models.architecture import (
+    DTYPE_BYTES,
+    AttentionKind,
+    DecoderConfig,
+    layer_pattern,
+    small_config,
+)
 
-DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
-
-
-@dataclass(frozen=True, kw_only=True)
-class AttentionKind:
-    """Attention of one layer kind.
-
-    Args:
-        name: "sliding" or "full".
-        window: tokens that a query sees, itself included; None: all before it.
-        num_heads, num_kv_heads, head_dim: query heads H, key and value heads K, channels C.
-        rope_theta: base of the rotation frequencies.
-        rope_factor: every frequency is divided by it (Hugging Face's "linear" scaling).
-    """
-
-    name: str
-    window: int | None
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    rope_theta: float
-    rope_factor: float = 1.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class DecoderConfig:
-    """A decoder of the Gemma 3 text family.
-
-    Args:
-        layer_kinds: one name of `kinds` per layer.
-        kinds: the attention of each layer kind.
-        query_scale: factor on q k^T (query_pre_attn_scalar ** -0.5).
-        logit_soft_cap: c of c * tanh(logits / c); None: logits as they are.
-        init_std: standard deviation of freshly drawn matrices.
-    """
-
-    family: str
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    layer_kinds: tuple[str, ...]
-    kinds: tuple[AttentionKind, ...]
-    query_scale: float
-    norm_eps: float = 1e-6
-    logit_soft_cap: float | None = None
-    max_positions: int = 32768
-    init_std: float = 0.02
-    dtype: str = "bfloat16"
-    bos_token: int | None = 2
-    eos_tokens: tuple[int, ...] = (1,)
-    pad_token: int | None = 0
-
-    @property
-    def num_layers(self) -> int:
-        """Decoder layers L."""
-        return len(self.layer_kinds)
-
-    def attention(self, layer: int) -> AttentionKind:
-        """The attention of one layer."""
-        return self.kind(self.layer_kinds[layer])
-
-    def kind(self, name: str) -> AttentionKind:
-        """The attention of a layer kind."""
-        return next(kind for kind in self.kinds if kind.name == name)
-
-    def with_dtype(self, dtype: str) -> DecoderConfig:
-        """The same model with weights of another dtype."""
-        return replace(self, dtype=dtype)
-
-    def to_huggingface(self) -> dict[str, Any]:
-        """The `config.json` that transformers reads for this model."""
-        sizes = {self.family: _gemma3_to_json}[self.family](self)
-        return sizes | {
-            "architectures": [_ARCHITECTURES[self.family]],
-            "model_type": self.family,
-            "dtype": self.dtype,
-            "bos_token_id": self.bos_token,
-            "eos_token_id": list(self.eos_tokens)
-            if len(self.eos_tokens) > 1
-            else self.eos_tokens[0],
-            "pad_token_id": self.pad_token,
-        }
-
+__all__ = [
+    "DTYPE_BYTES",
+    "AttentionKind",
+    "DecoderConfig",
+    "parse_config",
+    "read_config",
+    "small_config",
+    "to_huggingface",
+]
 
 _ARCHITECTURES = {"gemma3_text": "Gemma3ForCausalLM"}
 _KIND_NAMES = {"sliding_attention": "sliding", "full_attention": "full"}
@@ -147,43 +75,18 @@ def parse_config(table: Mapping[str, Any], where: str = "config.json") -> Decode
     return _Gemma3Keys(table, where).config()
 
 
-def small_config(
-    *,
-    vocab_size: int,
-    hidden_size: int,
-    intermediate_size: int,
-    num_layers: int,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    window: int = 512,
-    full_every: int = 6,
-    **other: Any,
-) -> DecoderConfig:
-    """A model of the Gemma 3 text family in any size, to train from scratch.
-
-    Args:
-        full_every: every n-th layer sees all earlier tokens, the others a window of `window`.
-        other: further fields of DecoderConfig.
-    """
-    heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
-    return DecoderConfig(
-        family="gemma3_text",
-        vocab_size=vocab_size,
-        hidden_size=hidden_size,
-        intermediate_size=intermediate_size,
-        layer_kinds=_pattern(num_layers, full_every),
-        kinds=(
-            AttentionKind(name="sliding", window=window, rope_theta=10_000.0, **heads),
-            AttentionKind(name="full", window=None, rope_theta=1_000_000.0, **heads),
-        ),
-        query_scale=other.pop("query_scale", head_dim**-0.5),
-        **other,
-    )
-
-
-def _pattern(num_layers: int, full_every: int) -> tuple[str, ...]:
-    return tuple("sliding" if (at + 1) % full_every else "full" for at in range(num_layers))
+def to_huggingface(config: DecoderConfig) -> dict[str, Any]:
+    """The `config.json` that transformers reads for this model."""
+    sizes = {"gemma3_text": _gemma3_to_json}[config.family](config)
+    eos = list(config.eos_tokens)
+    return sizes | {
+        "architectures": [_ARCHITECTURES[config.family]],
+        "model_type": config.family,
+        "dtype": config.dtype,
+        "bos_token_id": config.bos_token,
+        "eos_token_id": eos if len(eos) > 1 else next(iter(eos), None),
+        "pad_token_id": config.pad_token,
+    }
 
 
 class _Gemma3Keys:
@@ -232,6 +135,9 @@ class _Gemma3Keys:
 
     def config(self) -> DecoderConfig:
         get = self.table.get
+        scalar = get("query_pre_attn_scalar", 256)
+        if scalar <= 0:
+            self._refuse("query_pre_attn_scalar", scalar, "must be positive", [get("head_dim")])
         eos = get("eos_token_id", 1)
         return DecoderConfig(
             family="gemma3_text",
@@ -240,14 +146,14 @@ class _Gemma3Keys:
             intermediate_size=get("intermediate_size"),
             layer_kinds=self._layer_kinds(),
             kinds=(self._kind("sliding"), self._kind("full")),
-            query_scale=float(get("query_pre_attn_scalar", 256)) ** -0.5,
+            query_scale=float(scalar) ** -0.5,
             norm_eps=get("rms_norm_eps", 1e-6),
             logit_soft_cap=get("final_logit_softcapping"),
             max_positions=get("max_position_embeddings", 131_072),
             init_std=get("initializer_range", 0.02),
             dtype=get("dtype") or get("torch_dtype") or "float32",
             bos_token=get("bos_token_id", 2),
-            eos_tokens=tuple(eos) if isinstance(eos, list) else (eos,),
+            eos_tokens=tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
             pad_token=get("pad_token_id", 0),
         )
 
@@ -257,7 +163,7 @@ class _Gemma3Keys:
             every = self.table.get("sliding_window_pattern") or self.table.get(
                 "_sliding_window_pattern", 6
             )
-            return _pattern(num_layers, every)
+            return layer_pattern(num_layers, every)
         for name in named:
             if name not in _KIND_NAMES:
                 self._refuse("layer_types", name, "is no layer kind of this family", _KIND_NAMES)

@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from phalanx.errors import JobError, nearest_names
+from phalanx.models.config import to_huggingface
 from phalanx.models.decoder import Decoder
 from phalanx.models.folders import atomic_folder
 from phalanx.models.parameters import load_parameters
@@ -126,7 +127,7 @@ def save_folder(
     """
     with atomic_folder(target, overwrite=overwrite) as folder:
         _write_shards(folder, canonical_tensors(config), tensors, max_shard_bytes)
-        write_json(folder / "config.json", config.to_huggingface())
+        write_json(folder / "config.json", to_huggingface(config))
         generation = {
             "bos_token_id": config.bos_token,
             "eos_token_id": list(config.eos_tokens),

@@ -19,6 +19,7 @@ from phalanx.models.config import (
     parse_config,
     read_config,
     small_config,
+    to_huggingface,
 )
 
 __all__ = [
@@ -35,6 +36,7 @@ __all__ = [
     "parse_config",
     "read_config",
     "small_config",
+    "to_huggingface",
     "weight_bytes",
 ]
 
