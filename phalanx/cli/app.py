@@ -24,7 +24,9 @@ _ORDER = (
 _NOT_VERBS = ("app", "output")
 _INTERRUPTED, _BUG = 130, 70
 # Usage errors share this ancestor, which older releases of typer take from click.
-_UsageError = next(cls for cls in typer.BadParameter.__mro__ if cls.__name__ == "ClickException")
+_UsageError: type[Exception] = next(
+    cls for cls in typer.BadParameter.__mro__ if cls.__name__ == "ClickException"
+)
 
 
 def verbs() -> list[str]:

@@ -123,6 +123,9 @@ def show_report(report: Report) -> None:
     table(header, lines, report.title)
     for note, number in notes.items():
         paragraph(f"[{number}] {note}", hang=4)
+    for name, text in report.notes.items():
+        if isinstance(text, str):
+            paragraph(f"{name}: {text}", hang=4)
     gated = [row for row in report.rows if row.passed is not None]
     if gated:
         met = len(gated) - len(report.missed)

@@ -107,7 +107,8 @@ def reproduce_system(name: _Name, json_file: JsonFile = "") -> None:
     """
     from phalanx import systems
 
-    progress(f"reproducing {name}")
+    if systems.get(name).has_reproduction:
+        progress(f"reproducing {name}")
     report = systems.reproduce(name)
     emit(report.to_dict(), json_file, lambda: show_report(report))
     report.require_gates()

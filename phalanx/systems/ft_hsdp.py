@@ -22,6 +22,7 @@ SYSTEM = System(
         "of the start of a step and joins that step with a zero gradient, so it equals the others "
         "after the common update."
     ),
-    policies=("recover/ft_hsdp",),
+    policies=("recover/rejoin",),
     builds_on=("data/fsdp",),
+    modules=("membership",),
 )

@@ -32,7 +32,7 @@ SYSTEM = System(
         "chunks per rank, which divides the bubble by their number, and only the attention core "
         "is recomputed."
     ),
-    policies=("tensor/megatron", "tensor/sequence_parallel", "pipeline/interleaved"),
+    policies=("tensor/megatron", "pipeline/interleaved"),
     builds_on=("pipeline/1f1b",),
     code="github.com/NVIDIA/Megatron-LM",
 )

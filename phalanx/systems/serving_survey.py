@@ -20,11 +20,10 @@ SYSTEM = System(
     mechanism=(
         "Used as the checklist of a serving engine: continuous batching, chunked prefill, paged "
         "caches and prefix reuse, quantisation, sampling, streaming, speculation, parallel "
-        "layouts. Each item has a test; where a survey row is optional, the engine says so."
+        "layouts. An item counts as here when it has a test."
     ),
     policies=(
-        "serve/fcfs",
-        "serve/chunked_prefill",
+        "serve/continuous",
         "cluster/round_robin",
         "speculate/draft_target",
     ),
