@@ -152,7 +152,7 @@ def cache_folders() -> dict[str, Path]:
     cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser()
     home = Path(os.environ.get("HF_HOME", cache / "huggingface")).expanduser()
     hub = Path(os.environ.get("HF_HUB_CACHE", home / "hub")).expanduser()
-    return {"model cache": hub, "phalanx cache": Path("~/.cache/phalanx").expanduser()}
+    return {"model cache": hub, "phalanx cache": cache / "phalanx"}
 
 
 def is_offline() -> bool:
