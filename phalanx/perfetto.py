@@ -36,7 +36,7 @@ def trace_events(traces: Sequence[Trace]) -> Iterator[TraceEvent]:
     """
     for number, trace in enumerate(traces):
         arrows = _Arrows(number)
-        # One process id per rank and trace; a scope's own rows (rank -1) come first.
+        # One process id per rank and trace.
         pid_of = partial(_process_id, len(traces), number)
         lanes: dict[int, dict[str, int]] = {}
         for row in trace.rows():
@@ -56,7 +56,7 @@ def trace_events(traces: Sequence[Trace]) -> Iterator[TraceEvent]:
 
 
 def _process_id(num_traces: int, number: int, rank: int) -> int:
-    return (rank + 1) * num_traces + number
+    return rank * num_traces + number
 
 
 def _memory(trace: Trace, pid_of: Callable[[int], int]) -> Iterator[TraceEvent]:
@@ -74,9 +74,8 @@ def _memory(trace: Trace, pid_of: Callable[[int], int]) -> Iterator[TraceEvent]:
 
 
 def _process(pid: int, rank: int, trace: Trace) -> Iterator[TraceEvent]:
-    name = f"rank {rank}" if rank >= 0 else "scope"
     for what, value in (
-        ("process_name", {"name": f"{name} ({trace.source})"}),
+        ("process_name", {"name": f"rank {rank} ({trace.source})"}),
         ("process_sort_index", {"sort_index": pid}),
     ):
         yield {"ph": "M", "name": what, "pid": pid, "tid": 0, "ts": 0, "args": value}
@@ -127,12 +126,12 @@ class _Arrows:
             yield {**arrow, "ph": "f", "bp": "e", **place, "ts": end_us}
 
 
-def write_perfetto(traces: Trace | Sequence[Trace], path: str | Path) -> None:
+def write_perfetto(path: str | Path, traces: Trace | Sequence[Trace]) -> None:
     """Write one file with one or several traces on a common time axis.
 
     Args:
-        traces: simulated, measured, or both to compare them.
         path: a .json file; a file that is there is replaced.
+        traces: simulated, measured, or both to compare them.
     """
     chosen = [traces] if isinstance(traces, Trace) else list(traces)
     notes = {f"{trace.source} {trace.job}".strip(): dict(trace.notes) for trace in chosen}

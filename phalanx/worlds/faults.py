@@ -43,7 +43,8 @@ class Fault:
         kind: one of `KINDS`.
         ranks: global ranks that it hits (a partition: one side of the cut).
         at_s: when, by the world's clock.
-        at_step: or when the rank begins this step.
+        at_step: or when the rank begins this step, counted from 1: the n-th loaded program, or
+            where there is none, the step after n - 1 committed ones.
         at_label: or when the rank is about to carry out the action of this label.
         duration_s: how long (`inf`: for good).
         factor: of a slow rank, > 0; 2 takes twice as long.

@@ -11,9 +11,9 @@ What happens
 
 What policies hear: "start" once, "step" when the lowest rank has ended a loaded program, "done" for
 every labelled decided action (per rank), "timer" for every timer, "leave" and "join" from faults,
-and what `post` was given. A decided Timer without `ranks` belongs to the scope: one event, rank -1.
-A decided collective with `members` and no `ranks` is carried out by its members.
-A Mark named "commit" sets the view's `step` to its value.
+and what `post` was given. A decided collective with `members` and no `ranks` is carried out by its
+members. A Mark named "commit" sets the view's `step` to its value. In the trace, `step` counts the
+loaded programs from 1, or where there is none, the steps committed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from phalanx.action import Action, Collective, Program, Timer
+from phalanx.action import Action, Collective, Program
 from phalanx.cost.base import CostModel
 from phalanx.errors import PlanError
 from phalanx.mesh import Mesh
@@ -35,7 +35,6 @@ from phalanx.worlds.sim_fold import equitable_colors
 from phalanx.worlds.sim_links import Links
 from phalanx.worlds.sim_memory import MemoryAccount
 from phalanx.worlds.sim_stuck import stuck_error
-from phalanx.worlds.sim_table import SCOPE
 from phalanx.worlds.sim_trace import build_trace
 
 __all__ = ["Links", "SimWorld"]
@@ -120,8 +119,8 @@ class SimWorld:
             self._fold(program)
         alive = [rank for rank in self.ranks if rank in self._alive()]
         first = len(self._engine.table)
-        roots = self._engine.loader.add_program(program, alive, self._num_loads)
         self._num_loads += 1
+        roots = self._engine.loader.add_program(program, alive, self._num_loads)
         self._place(first, roots, decided=False)
 
     def issue(self, actions: Sequence[Action]) -> None:
@@ -145,8 +144,11 @@ class SimWorld:
         first = len(self._engine.table)
         roots = []
         for its, ranks in alike.values():
-            roots += self._engine.loader.add_actions(its, ranks, self._step)
+            step = max(self._num_loads, self._step)
+            roots += self._engine.loader.add_actions(its, ranks, step)
         self._place(first, roots, decided=True)
+        if self._faults is not None and not self._num_loads:
+            self._faults.begun(self._step + 1)
 
     def agree(self, scope: str, decide: Callable[[], list[Action]]) -> list[Action]:
         """The decision: this process plays leaders and followers."""
@@ -217,8 +219,6 @@ class SimWorld:
     def _addressees(self, action: Action) -> Sequence[int]:
         if action.ranks:
             return [rank for rank in action.ranks if rank in self._members]
-        if isinstance(action, Timer):
-            return (SCOPE,)
         if isinstance(action, Collective) and action.members:
             return [rank for rank in action.members if rank in self._members]
         return self._members
@@ -231,8 +231,8 @@ class SimWorld:
     def _committed(self, step: int) -> None:
         if step > self._step:
             self._step = step
-            if self._faults is not None:
-                self._faults.committed(step)
+            if self._faults is not None and not self._num_loads:
+                self._faults.begun(step + 1)
 
     def _change_membership(self, kind: str, rank: int) -> None:
         if kind == "leave":

@@ -15,7 +15,7 @@ from typing import Protocol
 
 import numpy as np
 
-from phalanx.action import Action, Alloc, Collective, Free, Mark, Send, Timer
+from phalanx.action import Action, Alloc, Collective, Free, Mark, Recv, Send, Timer
 from phalanx.cost.base import CostModel
 from phalanx.errors import CheckError
 from phalanx.mesh import Mesh
@@ -114,7 +114,7 @@ class Engine:
                     hooks.pop(entry)()
                     continue
                 following, succ[entry] = succ[entry], None
-                for distance in following:
+                for distance in following or ():
                     later = entry + distance
                     waits[later] -= 1
                     if waits[later]:
@@ -195,9 +195,9 @@ class Engine:
             self.events.append(event)
 
     def _end_step(self, entry: int) -> None:
-        step = self.table.step[entry] + 1
+        rank, step = self.table.rank[entry], self.table.step[entry]
         self.table.succ[entry] = None
-        self.events.append(Event(kind="step", time_s=self.now_s, item=step))
+        self.events.append(Event(kind="step", time_s=self.now_s, rank=rank, item=step))
 
     def _commit(self, entry: int) -> None:
         action = self.table.action(entry)
@@ -305,6 +305,7 @@ class Engine:
         if table.which[send] == table.which[recv]:
             return
         sent, received = table.action(send), table.action(recv)
+        assert isinstance(sent, Send) and isinstance(received, Recv)
         if sent.payload_bytes == received.payload_bytes:
             return
         raise CheckError(

@@ -99,8 +99,9 @@ class Faults:
                 hits = [
                     (at, table.rank[at])
                     for at in roots
-                    if table.kind[at] != STEP
-                    and table.rank[at] in fault.ranks
+                    if table.rank[at] in fault.ranks
+                    and at not in self._decided
+                    and table.kind[at] != STEP
                     and table.step[at] >= fault.at_step
                 ]
             else:
@@ -119,8 +120,8 @@ class Faults:
             self._strike_once(fault, rank)
         self.engine.release((entry,))
 
-    def committed(self, step: int) -> None:
-        """The scope has committed `step` steps."""
+    def begun(self, step: int) -> None:
+        """All ranks are in this step, where no program counts the steps."""
         for fault in self.script.faults:
             if fault.at_step is not None and step >= fault.at_step:
                 for rank in fault.ranks:

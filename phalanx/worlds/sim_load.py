@@ -8,7 +8,7 @@ from phalanx.action import Action, Compute, Move, Program, Timer
 from phalanx.cost.base import CostModel
 from phalanx.errors import CheckError, nearest_names
 from phalanx.worlds.sim_match import Matcher
-from phalanx.worlds.sim_table import Table, Template, compile_list, require_labels
+from phalanx.worlds.sim_table import Queue, Table, Template, compile_list
 
 
 class Loader:
@@ -30,7 +30,7 @@ class Loader:
         self._table, self._matcher, self._cost = table, matcher, cost
         self._pair_channels = pair_channels
         self.entries_of: dict[int, list[range]] = {}
-        self._tails: dict[int, dict[str, int]] = {}
+        self._tails: dict[int, dict[Queue, int]] = {}
         self._labels: dict[int, list[tuple[int, dict[str, int]]]] = {}
 
     def local_s(self, action: Action, rank: int) -> float:
@@ -51,7 +51,7 @@ class Loader:
         release.
 
         Raises:
-            CheckError: `check/label` for a label that a list has twice or never.
+            CheckError: `check/label` for a label that a list has twice or its rank never had.
             JobError: `mesh/axis`, `mesh/rank` for an axis or a peer that the mesh does not have.
         """
         of_list: dict[int, list[int]] = {}
@@ -65,6 +65,7 @@ class Loader:
             if price_class not in prices:
                 prices[price_class] = self._prices(template, rank)
             base = self._table.place(template, which, rank, step, next(keys), prices[price_class])
+            self._follow_earlier(template, rank, base)
             self._labels.setdefault(rank, []).append((base, template.labels))
             roots += self._join(template, rank, base)
             if rank == ranks[0]:
@@ -75,7 +76,6 @@ class Loader:
         self, program: Program, index: int, ranks: Sequence[int]
     ) -> tuple[Template, list[int], Iterator[list[int]], dict[Hashable, list[float]]]:
         template = compile_list(program.lists[index], pair_channels=self._pair_channels)
-        require_labels(template, f"rank {ranks[0]}")
         which = self._table.add_actions(template)
         return template, which, iter(self._matcher.keys(template, ranks)), {}
 
@@ -92,8 +92,7 @@ class Loader:
         for rank, keys in zip(ranks, all_keys):
             prices = self._prices(template, rank)
             base = self._table.place(template, which, rank, step, keys, prices)
-            for at, label in template.outside:
-                self._table.after(self._require(rank, label), base + at)
+            self._follow_earlier(template, rank, base)
             roots += self._join(template, rank, base)
             self._name(template, rank, base)
         return roots
@@ -110,6 +109,11 @@ class Loader:
         self._tails.pop(rank, None)
         self._labels.pop(rank, None)
 
+    def _follow_earlier(self, template: Template, rank: int, base: int) -> None:
+        """Wait for labels of what the rank had before this list."""
+        for at, label in template.outside:
+            self._table.after(self._require(rank, label), base + at)
+
     def _require(self, rank: int, label: str) -> int:
         entry = self.find(rank, label)
         if entry is None:
@@ -122,11 +126,12 @@ class Loader:
     def _join(self, template: Template, rank: int, base: int) -> list[int]:
         """Chain a placed template to the rank's lanes; the entries that wait for a release."""
         table, tails = self._table, self._tails.setdefault(rank, {})
-        for lane, at in template.heads.items():
-            if lane in tails:
-                table.after(tails[lane], base + at)
-        for lane, at in template.tails.items():
-            tails[lane] = base + at
+        if tails:
+            pairs = {(tails[q], base + at) for q, at in template.heads.items() if q in tails}
+            for earlier, later in sorted(pairs):
+                table.after(earlier, later)
+        for queue, at in template.tails.items():
+            tails[queue] = base + at
         self.entries_of.setdefault(rank, []).append(range(base, len(table)))
         return [base + at for at, waits in enumerate(template.waits) if not waits]
 

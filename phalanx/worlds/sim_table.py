@@ -9,7 +9,7 @@ all ranks share one `succ` tuple.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
 from phalanx.action import Action, Alloc, Collective, Compute, Free, Mark, Move, Recv, Send, Timer
@@ -17,8 +17,9 @@ from phalanx.errors import CheckError, nearest_names
 
 # What starting an entry means. LOCAL needs nobody else; the engine has one method for each other.
 LOCAL, COLLECTIVE, SEND, RECV, MEMORY, NOTIFY, STEP, COMMIT, TRIP, SKIP = range(10)
-SCOPE, NETWORK = -1, -2  # "ranks" of what belongs to a scope, and of messages that nobody sent
+NETWORK = -1  # the "rank" of messages that nobody's list sends
 COMMIT_MARK = "commit"  # Mark(name="commit", value=n): the scope has committed n steps
+Queue = Hashable
 _KIND: dict[type[Action], int] = {
     Compute: LOCAL,
     Move: LOCAL,
@@ -50,8 +51,8 @@ class Template:
         waits: how many entries of the same list must end first.
         succ: distances to the entries that wait for it.
         labels: label -> entry.
-        tails: lane -> its last entry.
-        heads: lane -> its first entry.
+        tails: lane, or stream of a group -> its last entry.
+        heads: lane, or stream of a group -> its first entry.
         outside: (entry, label) of `after` labels that the list does not have.
     """
 
@@ -61,8 +62,8 @@ class Template:
     waits: list[int] = field(default_factory=list)
     succ: list[tuple[int, ...]] = field(default_factory=list)
     labels: dict[str, int] = field(default_factory=dict)
-    tails: dict[str, int] = field(default_factory=dict)
-    heads: dict[str, int] = field(default_factory=dict)
+    tails: dict[Queue, int] = field(default_factory=dict)
+    heads: dict[Queue, int] = field(default_factory=dict)
     outside: list[tuple[int, str]] = field(default_factory=list)
 
 
@@ -75,7 +76,8 @@ def compile_list(
         actions: the list.
         watch: every labelled action gets a notice ("done"); timers always have one.
         pair_channels: messages of one pair of ranks also wait for one another in list order, as on
-            a communicator that carries both directions.
+            a communicator that carries both directions. Collectives of one group always do,
+            whatever their lanes: a group is one stream.
 
     Raises:
         CheckError: `check/label` for a label that occurs twice.
@@ -115,21 +117,28 @@ def _add_label(template: Template, action: Action, at: int) -> None:
 def _order_edges(
     template: Template, positions: Sequence[int], pair_channels: bool
 ) -> list[tuple[int, int]]:
+    """Each entry after the one before it in each of its queues."""
     edges = []
-    channels: dict[tuple[str, int], int] = {}
     for at, action in zip(positions, template.actions):
-        if isinstance(action, Timer):
-            continue  # occupies no lane
-        if action.lane in template.tails:
-            edges.append((template.tails[action.lane], at))
-        template.heads.setdefault(action.lane, at)
-        template.tails[action.lane] = at
-        if pair_channels and isinstance(action, Send | Recv):
-            pair = (action.axis, action.peer)
-            if pair in channels:
-                edges.append((channels[pair], at))
-            channels[pair] = at
+        before = set()
+        for queue in _queues(action, pair_channels):
+            if queue in template.tails:
+                before.add(template.tails[queue])
+            template.heads.setdefault(queue, at)
+            template.tails[queue] = at
+        edges += [(earlier, at) for earlier in sorted(before)]
     return edges
+
+
+def _queues(action: Action, pair_channels: bool) -> list[Queue]:
+    """Where an action keeps its turn: its lane, and the stream of its group or of its pair."""
+    if isinstance(action, Timer):
+        return []  # occupies no lane
+    if isinstance(action, Collective):
+        return [action.lane, (action.axis, action.members, action.epoch)]
+    if pair_channels and isinstance(action, Send | Recv):
+        return [action.lane, (action.axis, action.peer)]
+    return [action.lane]
 
 
 def _connect(template: Template, edges: Sequence[tuple[int, int]]) -> None:
@@ -160,7 +169,7 @@ class Table:
 
     Attributes:
         actions: distinct action objects; `which` indexes it.
-        rank: who; SCOPE and NETWORK are no rank.
+        rank: who; NETWORK is no rank.
         key: where entries of several ranks meet (see `sim_match`); 0 for the others.
         start_s: when it started; -1 before that.
         dur_s: how long; for what meets others, known once it starts.
@@ -217,10 +226,12 @@ class Table:
     def add_entry(self, *, which: int, kind: int, rank: int, key: int = 0, step: int = 0) -> int:
         """Append an entry that no list has; it waits for its release. Its position."""
         for column, value in (
-            *((self.which, which), (self.kind, kind), (self.waits, 1), (self.rank, rank)),
-            *((self.key, key), (self.dur_s, 0.0), (self.start_s, -1.0), (self.step, step)),
+            *((self.which, which), (self.kind, kind), (self.waits, 1)),
+            *((self.rank, rank), (self.key, key), (self.step, step)),
         ):
             column.append(value)
+        self.start_s.append(-1.0)
+        self.dur_s.append(0.0)
         self.succ.append(())
         return len(self.which) - 1
 

@@ -27,7 +27,7 @@ _TEXT_OF: dict[str, Callable[[Action], str]] = {
 
 
 def build_trace(engine: Engine, job: str, notes: dict[str, Any]) -> Trace:
-    """Rows of everything that started, by rank and in order of issue (the scope's rows first)."""
+    """Rows of everything that started, by rank and in order of issue."""
     table = engine.table
     kind, start_s = np.asarray(table.kind), np.asarray(table.start_s, dtype=np.float64)
     rank = np.asarray(table.rank, dtype=np.int64)
@@ -69,7 +69,7 @@ def _numbers(actions: Sequence[Action], mesh: Mesh) -> dict[str, np.ndarray]:
     for index, action in enumerate(actions):
         if isinstance(action, Send | Recv | Collective | Move):
             payload[index] = action.payload_bytes
-        if isinstance(action, Send | Recv):
+        if isinstance(action, Send):  # counted once, where it is sent
             wire[index] = action.payload_bytes
         elif isinstance(action, Collective):
             size = len(action.members) or mesh.degree(action.axis)
