@@ -25,8 +25,9 @@ from phalanx.data.batches import SampleStream, StepBatch, step_batch, whole_pass
 from phalanx.data.prepare import DataSettings, Prepared, prepare
 from phalanx.data.tokenise import TextTokenizer
 from phalanx.engines.evaluate import greedy, held_out_loss
-from phalanx.engines.metrics import MetricsFile, OperatorProfile, StepTrace, write_traces
+from phalanx.engines.metrics import MetricsFile, StepTrace, write_traces
 from phalanx.engines.model_source import ModelSource, model_source
+from phalanx.engines.operator_profile import OperatorProfile
 from phalanx.engines.optim import ShardedAdamW, learning_rate
 from phalanx.engines.process import PeakMemory, Process, resident_bytes, start_process
 from phalanx.engines.result import TrainResult
