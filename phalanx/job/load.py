@@ -180,10 +180,18 @@ def _section(section: str, given: Mapping[str, tuple[Any, str]]) -> Any:
             k[len(dotted) + 1 :]: v for k, (v, _) in given.items() if k.startswith(f"{dotted}.")
         }
         if inner:
-            base = values.get(name, {})
-            base = {"name": base} if isinstance(base, str) and base else dict(base or {})
-            values[name] = base | {k: _plain(v) for k, v in inner.items()}
+            values[name] = _opened(values.get(name), dotted) | {
+                k: _plain(v) for k, v in inner.items()
+            }
     return SECTIONS[section](**values)
+
+
+def _opened(value: Any, dotted: str) -> dict[str, Any]:
+    """A value as the table that a flag reaches into: a policy's name stands for its options."""
+    if isinstance(value, list):
+        rule = f"{dotted} is a list; give the whole list as a flag, or edit the file"
+        raise JobError("job/bad-value", f"--{dotted}.*", None, rule)
+    return {"name": value} if isinstance(value, str) and value else dict(value or {})
 
 
 def _plain(value: Any) -> Any:
