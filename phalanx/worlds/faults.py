@@ -43,8 +43,8 @@ class Fault:
         kind: one of `KINDS`.
         ranks: global ranks that it hits (a partition: one side of the cut).
         at_s: when, by the world's clock.
-        at_step: or when the rank begins this step, counted from 1: the n-th loaded program, or
-            where there is none, the step after n - 1 committed ones.
+        at_step: or as soon as the rank has done this many steps (0: before its first action):
+            loaded programs that it has begun before, or where there are none, committed steps.
         at_label: or when the rank is about to carry out the action of this label.
         duration_s: how long (`inf`: for good).
         factor: of a slow rank, > 0; 2 takes twice as long.
@@ -109,7 +109,7 @@ class FaultScript:
 
         Args:
             time_s: the world's clock; `at_s` is due from then on.
-            step: the step that the rank is in; `at_step` is due from then on.
+            step: steps that the rank has done; `at_step` is due from then on.
             rank: global rank.
             label: of the action that the rank is about to carry out.
         """

@@ -148,7 +148,7 @@ class SimWorld:
             roots += self._engine.loader.add_actions(its, ranks, step)
         self._place(first, roots, decided=True)
         if self._faults is not None and not self._num_loads:
-            self._faults.begun(self._step + 1)
+            self._faults.stepped(self._step)
 
     def agree(self, scope: str, decide: Callable[[], list[Action]]) -> list[Action]:
         """The decision: this process plays leaders and followers."""
@@ -232,7 +232,7 @@ class SimWorld:
         if step > self._step:
             self._step = step
             if self._faults is not None and not self._num_loads:
-                self._faults.begun(step + 1)
+                self._faults.stepped(step)
 
     def _change_membership(self, kind: str, rank: int) -> None:
         if kind == "leave":

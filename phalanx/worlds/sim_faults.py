@@ -82,6 +82,7 @@ class Faults:
             rank = table.rank[entry]
             if rank in self.dead:
                 table.waits[entry] += _LOST
+                table.succ[entry] = None
             elif rank in self._pauses:
                 self._pauses[rank][-1].append(entry)
                 table.waits[entry] += 1
@@ -102,7 +103,7 @@ class Faults:
                     if table.rank[at] in fault.ranks
                     and at not in self._decided
                     and table.kind[at] != STEP
-                    and table.step[at] >= fault.at_step
+                    and table.step[at] > fault.at_step
                 ]
             else:
                 continue
@@ -120,8 +121,8 @@ class Faults:
             self._strike_once(fault, rank)
         self.engine.release((entry,))
 
-    def begun(self, step: int) -> None:
-        """All ranks are in this step, where no program counts the steps."""
+    def stepped(self, step: int) -> None:
+        """All ranks have done `step` steps, where no program counts them."""
         for fault in self.script.faults:
             if fault.at_step is not None and step >= fault.at_step:
                 for rank in fault.ranks:
@@ -154,10 +155,10 @@ class Faults:
             for entry in self._open_entries(rank):
                 if table.waits[entry]:
                     table.waits[entry] += _LOST
-                    continue
-                if table.start_s[entry] >= 0:
+                elif table.start_s[entry] >= 0:
                     self._cut(entry)
-                self._withdraw(entry)
+                else:
+                    self._withdraw(entry)
                 self.engine.hung.discard(entry)
                 table.succ[entry] = None
             if self.engine.memory is not None:
