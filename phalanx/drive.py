@@ -30,7 +30,7 @@ def drive(
     Returns:
         The trace of the ranks that this process plays.
     """
-    steps_left = 0
+    steps_left, newest_step = 0, 0
     if program is not None:
         world.load(program)
         steps_left = num_steps - 1
@@ -40,7 +40,9 @@ def drive(
         for policy, state, view in zip(reacts, states, views):
             decide = partial(policy.on, state, events, view)
             world.issue(world.agree(policy.scope, decide))
-        if program is not None and steps_left and any(event.kind == "step" for event in events):
+        ended = max((event.item for event in events if event.kind == "step"), default=0)
+        if program is not None and steps_left and ended > newest_step:
+            newest_step = ended  # ranks may tell of one step at different times
             world.load(program)
             steps_left -= 1
     return world.close()
