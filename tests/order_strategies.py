@@ -7,12 +7,18 @@ stages per rank, turns (neighbouring stages on one rank), backward passes whole 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from hypothesis import strategies as st
 
+from phalanx.cost.table import TableCost
+from phalanx.drive import drive
+from phalanx.lower import lower
+from phalanx.mesh import Mesh
 from phalanx.policy import Order, Step
+from phalanx.workload import toy_work
+from phalanx.worlds.sim import SimWorld
 
 Lists = list[list[Step]]
 Drawn = tuple[Lists, tuple[int, ...], int]  # lists, rank_of_stage, num_items
@@ -69,49 +75,22 @@ def is_ready(step: Step, done: Collection[Step], last_stage: int) -> bool:
     return has_gradient and Step(stage, "F", item) in done
 
 
-def play(
-    lists: Sequence[Sequence[Step]], num_stages: int, seconds: Callable[[Step], float]
-) -> dict[Step, float]:
-    """When each step ends if transfers are free, ranks start together and never wait by choice.
+def simulate(
+    order: Order, num_ranks: int, num_items: int, seconds: Mapping[str, float]
+) -> tuple[float, list[float]]:
+    """Step time, and the most micro-batches that each rank keeps at once, in the simulated world.
 
-    An independent reference for simulated times; asserts that no rank waits for ever.
+    Args:
+        seconds: kind ("F", "B", "I", "W") -> seconds of a stage; transfers are free.
     """
-    ends: dict[Step, float] = {}
-    next_of = [0] * len(lists)
-    free_s = [0.0] * len(lists)
-    while True:
-        moved = False
-        for rank, steps in enumerate(lists):
-            while next_of[rank] < len(steps) and is_ready(
-                steps[next_of[rank]], ends, num_stages - 1
-            ):
-                step = steps[next_of[rank]]
-                free_s[rank] = max(free_s[rank], _input_s(step, ends)) + seconds(step)
-                ends[step] = free_s[rank]
-                next_of[rank] += 1
-                moved = True
-        if not moved:
-            stuck = [str(s[at]) for s, at in zip(lists, next_of) if at < len(s)]
-            assert not stuck, f"wait for ever: {stuck}"
-            return ends
-
-
-def _input_s(step: Step, ends: dict[Step, float]) -> float:
-    stage, kind, item = step
-    needs = {
-        "F": [(stage - 1, "F")],
-        "W": [(stage, "I")],
-    }.get(kind, [(stage, "F"), (stage + 1, "B"), (stage + 1, "I")])
-    return max((ends.get(Step(*need, item), 0.0) for need in needs), default=0.0)
-
-
-def peak_items(steps: Sequence[Step]) -> int:
-    """The most (stage, micro-batch) pairs whose activations a rank keeps at once."""
-    kept = peak = 0
-    for step in steps:
-        kept += {"F": 1, "B": -1, "W": -1}.get(step.kind, 0)
-        peak = max(peak, kept)
-    return peak
+    work = toy_work(order.num_stages(num_ranks), [1] * num_items)
+    mesh = Mesh(pp=num_ranks)
+    prices = {f"stage.{kind}": value for kind, value in seconds.items()}
+    world = SimWorld(mesh, TableCost(prices | {"send": 0.0, "optimizer": 0.0}))
+    trace = drive(world, program=lower(work, mesh, order, grain="stage"))
+    kept_bytes = sum(block.saved_bytes_per_token for block in work.units[0].blocks)
+    peaks = world.peak_bytes()
+    return trace.end_s, [peaks[rank] / kept_bytes for rank in range(num_ranks)]
 
 
 def as_text(lists: Sequence[Sequence[Step]]) -> list[str]:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from phalanx.check_order import check_order
 from phalanx.errors import PlanError
 from phalanx.policy import Step
 
@@ -57,7 +58,9 @@ class PipelinePlan:
         shapes: sizes of all activations.
 
     Raises:
-        PlanError: `order/...` for lists with a missing, doubled or impossible action, and for
+        CheckError: `order/...` or `check/deadlock` for lists with a missing, doubled or impossible
+            action, with the grid.
+        PlanError: `order/illegal` for a rank without a stage, lists without backward passes, and
             shapes of another number of stages or micro-batches.
     """
 
@@ -66,6 +69,12 @@ class PipelinePlan:
     shapes: PlannedShapes
 
     def __post_init__(self) -> None:
+        if sorted(set(self.rank_of_stage)) != list(range(len(self.lists))):
+            rule = f"each of the {len(self.lists)} ranks that have a list must hold a stage"
+            raise PlanError("order/illegal", "rank_of_stage", self.rank_of_stage, rule)
+        check_order(self.lists, self.num_stages, self.num_items, self.rank_of_stage)
+        if all(step.kind == "F" for steps in self.lists for step in steps):
+            raise PlanError("order/missing", "lists", None, "a step needs backward passes")
         sizes = [len(self.shapes.outputs), *map(len, self.shapes.outputs)]
         planned = [self.num_stages, *[self.num_items] * self.num_stages]
         if sizes != planned:

@@ -1,4 +1,4 @@
-"""When the actions of a step were executed, by the clock of the device that executed them."""
+"""When the actions of a step were executed, for loops of torch's that have no hook."""
 
 from __future__ import annotations
 
@@ -8,63 +8,47 @@ from typing import Any
 
 import torch
 
+from phalanx.worlds.torch_clock import clock_of
+
 
 class SpanLog:
-    """Start and end of each action of the latest step.
-
-    On a CPU the times are the host's. On an accelerator an action is marked by events in the
-    current stream, so nothing is waited for until `spans_s` is called.
+    """Start and end of each action of the latest step, by the device's clock.
 
     Args:
         device: where the actions compute.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self._clock = clock_of(device)
+        self._origin_s = time.perf_counter()
         self._spans: list[list[Any]] = []
-        self._origin_s = self._step_s = time.perf_counter()
-        self._step_mark: Any = None
 
     def restart(self) -> None:
-        """Forget the previous step; a new one begins now."""
+        """Forget the previous step."""
         self._spans = []
-        self._step_s, self._step_mark = time.perf_counter(), self._now()
 
     def follow(self, actions: Iterator[Any]) -> Iterator[Any]:
         """The same actions; one ends when the next is asked for."""
         for action in actions:
-            span = [action, self._now(), None]
+            span = [action, self._clock.now(), None]
             self._spans.append(span)
             yield action
-            span[2] = self._now()
+            span[2] = self._clock.now()
 
     def input_arrived(self) -> None:
         """The current action has waited for its input and starts now."""
-        self._spans[-1][1] = self._now()
+        self._spans[-1][1] = self._clock.now()
 
     def spans_s(self) -> Iterator[tuple[Any, float, float]]:
         """Actions that ended, with start and end in seconds since this log was made."""
-        first_s = self._step_s - self._origin_s
         for action, start, end in self._spans:
             if end is not None:
-                yield action, first_s + self._since(start), first_s + self._since(end)
-
-    def _now(self) -> Any:
-        if self._device.type == "cpu":
-            return time.perf_counter()
-        event = torch.Event(self._device, enable_timing=True)
-        event.record()
-        return event
-
-    def _since(self, mark: Any) -> float:
-        if self._device.type == "cpu":
-            return mark - self._step_mark
-        mark.synchronize()
-        return self._step_mark.elapsed_time(mark) * 1e-3
+                times = [self._clock.seconds(moment) - self._origin_s for moment in (start, end)]
+                yield action, times[0], times[1]
 
 
 class FollowedList(list):
-    """A list of actions whose next pass is followed by a log, for loops that have no hook."""
+    """A list of actions whose next pass is followed by a log."""
 
     def __init__(self, actions: list[Any], log: SpanLog) -> None:
         super().__init__(actions)

@@ -7,7 +7,7 @@ passes through a stage. Changed here, and why:
   first micro-batch and allocates receive buffers of that one shape for all of them, before the
   first step. Here nothing is asked, and a buffer lives from its receive to its last use.
 - What a stage produced is compared with the plan before it is sent: gloo ends the process of a
-  receiver whose buffer is too small.
+  receiver whose buffer is too small, and leaves the rest of one that is too large as it was.
 - Losses are found by micro-batch; torch finds them by position in the order of forward passes.
 - A gradient that autograd returns as an expanded view, or not at all, is sent as a plain tensor.
 - What was executed is logged with times.
@@ -109,7 +109,7 @@ class TorchPipeline:
     ) -> None:
         self.plan, self.axis, self.rank = plan, axis, dist.get_rank(group)
         plan.require_fit(dist.get_world_size(group), self.rank, list(modules))
-        device = torch.device(device)
+        self._group, device = group, torch.device(device)
         self._log = SpanLog(device)
         self._stages = [
             _PlannedStage(plan, stage, modules[stage], self._log, device, group)
@@ -197,19 +197,19 @@ class TorchPipeline:
             return {"operator": kind.lower()} if isinstance(module, FSDPModule) else None
         if kind in ("F", "B", "I", "W"):
             return {"operator": f"stage.{kind}", "lane": "compute", "phase": kind, "item": item}
-        operator, phase = kind.lower().split("_")
-        neighbour = stage + (1 if (operator == "send") == (phase == "f") else -1)
-        peer = self.plan.rank_of_stage[neighbour]
+        operator, direction = kind.lower().split("_")
+        neighbour = stage + (1 if (operator == "send") == (direction == "f") else -1)
+        at = self.plan.rank_of_stage[neighbour]
         planned = self.plan.shapes.leaving(min(stage, neighbour), item)
         payload_bytes = torch.Size(planned.shape).numel() * _dtype(planned).itemsize
         return {
             "operator": operator,
-            "lane": f"{operator}:{self.axis}:{peer}",
+            "lane": f"{operator}:{self.axis}:{at}",
             "axis": self.axis,
-            "peer": peer,
-            "phase": phase.upper(),
+            "peer": at if self._group is None else dist.get_global_rank(self._group, at),
             "item": item,
             "payload_bytes": payload_bytes,
+            "wire_bytes": payload_bytes if operator == "send" else 0,
         }
 
 
@@ -292,10 +292,7 @@ class _PlannedStage(PipelineStage):
     def _require_whole(self, full_backward: bool, item: int) -> None:
         if not full_backward:
             where = f"backward pass of stage {self.stage_index}, micro-batch {item}"
-            rule = (
-                "no gradient reaches the stage's input, and without one torch's weight gradients "
-                "are empty"
-            )
+            rule = "no gradient reaches its input, and then torch's weight gradients are empty"
             raise WorldError("world/unbound", where, "I", rule, legal=["B"])
 
 

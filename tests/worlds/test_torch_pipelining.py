@@ -23,7 +23,6 @@ from tests.order_strategies import Drawn, FixedOrder, orders, random_order
 from tests.ranks import run_ranks
 from tests.toy_pipeline import (
     WIDTH,
-    Toy,
     accumulated,
     make_toy,
     token_loss,
@@ -313,12 +312,3 @@ def test_inputs_that_differ_from_the_plan_are_refused_before_the_step():
     assert messages[1].startswith("inputs = 2: stage 0 needs one input per micro-batch")
     assert messages[2].startswith("input of stage 0, micro-batch 1 = (3, 6) float32: differs")
     assert messages[3].startswith("input of stage 0, micro-batch 0 = (3, 6) float64: differs")
-
-
-def test_a_plan_names_all_shapes():
-    toy = Toy([], [], [])
-    assert toy.num_counted == 0
-    lists = random_order((0, 1), 4, 0)
-    plan = toy_plan(lists, (0, 1), TOKENS)
-    with pytest.raises(PlanError, match="the output of each stage for each micro-batch"):
-        type(plan)(lists=lists, rank_of_stage=(0, 1, 1), shapes=plan.shapes)

@@ -9,15 +9,42 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
+from phalanx.check import check_program
+from phalanx.cost.table import TableCost
+from phalanx.drive import drive
+from phalanx.lower import lower
+from phalanx.mesh import Mesh
 from phalanx.registry import build
-from phalanx.worlds.torch_pipelining import TorchPipeline
+from phalanx.trace import Trace, TraceBuilder
+from phalanx.workload import toy_work
+from phalanx.worlds.sim import SimWorld
+from phalanx.worlds.torch_pipelining import TorchPipeline, lowered_lists
+from tests.order_strategies import sizes
 from tests.ranks import run_ranks
-from tests.toy_pipeline import ITEM_TOKENS, make_toy, token_loss, toy_plan
+from tests.toy_pipeline import ITEM_TOKENS, WIDTH, make_toy, token_loss, toy_plan
 
 SCHEDULES = ("gpipe", "1f1b")
 DTYPES = (torch.float32, torch.float64)
+OPERATORS = ("stage.F", "stage.B", "send", "recv")
+COLUMNS = (  # all that does not tell time or work
+    *("rank", "step", "action_id", "item", "layer", "phase", "operator"),
+    *("lane", "axis", "peer", "payload_bytes", "wire_bytes"),
+)
 CASES = [(name, dtype) for name in SCHEDULES for dtype in DTYPES]
+
+
+@given(st.sampled_from(SCHEDULES), sizes)
+def test_lowered_lists_equal_torchs(name, size):
+    p, m = size
+    policy, tokens = build("pipeline", name), range(1, m + 1)
+    program = lower(toy_work(p, tokens), Mesh(pp=p), policy, grain="stage")
+    plan = toy_plan(policy.order(p, m), policy.rank_of_stage(p), tokens)
+    for rank, actions in enumerate(lowered_lists(plan)):
+        labels = [a.label for a in program.of(rank) if a.operator in OPERATORS]
+        assert labels == [a for a in actions if not a.endswith(("SHARD", "REDUCE_GRAD"))]
 
 
 def train_once(rank: int, world_size: int) -> dict[tuple, dict[str, Any]]:
@@ -43,7 +70,7 @@ def _one_case(rank: int, world_size: int, name: str, dtype: torch.dtype) -> dict
         "plain": toy.gradients(rank),
         "losses": losses,
         "plain_losses": [loss.detach() for loss in plain_losses],
-        "log": [(row["operator"], row["action_id"]) for row in pipeline.trace_rows()],
+        "rows": pipeline.trace_rows(step=1),
     }
 
 
@@ -70,10 +97,32 @@ def test_losses_of_the_last_rank_add_up_to_the_global_mean(results, case):
     assert torch.equal(torch.stack(last["losses"]), torch.stack(last["plain_losses"]))
 
 
+def simulated(name: str, dtype: torch.dtype, num_ranks: int) -> Trace:
+    """The same step in the simulated world, at the grain of stages."""
+    work = toy_work(num_ranks, ITEM_TOKENS, width=WIDTH, itemsize=dtype.itemsize)
+    mesh = Mesh(pp=num_ranks)
+    program = lower(work, mesh, build("pipeline", name), grain="stage")
+    check_program(program)
+    prices = TableCost({"stage.F": 1.0, "stage.B": 2.0, "send": 1.0, "optimizer": 0.0})
+    return drive(SimWorld(mesh, prices), program=program)
+
+
 @pytest.mark.dist
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_executed_log_equals_the_order(results, case):
-    lists = build("pipeline", case[0]).order(len(results), len(ITEM_TOKENS))
-    for of_rank, steps in zip(results, lists, strict=True):
-        computed = [pair for pair in of_rank[case]["log"] if pair[0].startswith("stage.")]
-        assert computed == [(f"stage.{step.kind}", str(step)) for step in steps]
+def test_measured_log_equals_the_simulated_one(results, case):
+    trace = simulated(*case, len(results))
+    for rank, of_rank in enumerate(results):
+        rows = trace.where(rank=rank).rows()
+        expected = [{c: row[c] for c in COLUMNS} for row in rows if row["operator"] in OPERATORS]
+        measured = [{c: row[c] for c in COLUMNS if c in row} for row in of_rank[case]["rows"]]
+        num_neighbours = (rank > 0) + (rank < len(results) - 1)
+        assert len(expected) == 2 * len(ITEM_TOKENS) * (1 + num_neighbours)
+        assert [blank(row) for row in measured] == expected
+
+
+def blank(row: dict[str, Any]) -> dict[str, Any]:
+    """The row with the empty values of columns that it does not give."""
+    builder = TraceBuilder("measured")
+    builder.add(**row)
+    [whole] = builder.build().rows()
+    return {column: whole[column] for column in COLUMNS}
