@@ -50,6 +50,13 @@ class Toy(NamedTuple):
             x_SD = stage(x_SD)
         return token_loss(x_SD, self.targets[item], num_counted_global=self.num_counted)
 
+    def whole_loss(self) -> Tensor:
+        """Mean over the counted tokens of all micro-batches, computed as one batch."""
+        x_SD = torch.cat(self.inputs)
+        for stage in self.stages:
+            x_SD = stage(x_SD)
+        return F.cross_entropy(x_SD, torch.cat(self.targets), ignore_index=IGNORED)
+
     def gradients(self, stage: int) -> list[Tensor]:
         """Of the parameters of a stage, as they stand."""
         return [parameter.grad.clone() for parameter in self.stages[stage].parameters()]

@@ -5,6 +5,7 @@ Every micro-batch has a length of its own; receive buffers come from the plan.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -65,11 +66,18 @@ def _one_case(rank: int, world_size: int, name: str, dtype: torch.dtype) -> dict
     plain_losses = [toy.loss(item) for item in range(plan.num_items)]
     for loss in plain_losses:
         loss.backward()
+    plain = toy.gradients(rank)
+
+    toy.stages[rank].zero_grad()
+    whole = toy.whole_loss()
+    whole.backward()
     return {
         "piped": piped,
-        "plain": toy.gradients(rank),
+        "plain": plain,
+        "whole": toy.gradients(rank),
         "losses": losses,
         "plain_losses": [loss.detach() for loss in plain_losses],
+        "whole_loss": whole.detach(),
         "rows": pipeline.trace_rows(step=1),
     }
 
@@ -91,10 +99,16 @@ def test_piped_gradients_equal_plain_ones_bit_for_bit(results, case):
 
 @pytest.mark.dist
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_losses_of_the_last_rank_add_up_to_the_global_mean(results, case):
+def test_micro_batches_add_up_to_the_mean_over_the_whole_batch(results, case):
     *others, last = [of_rank[case] for of_rank in results]
     assert all(result["losses"] == [] for result in others)
-    assert torch.equal(torch.stack(last["losses"]), torch.stack(last["plain_losses"]))
+    losses = torch.stack(last["losses"])
+    assert torch.equal(losses, torch.stack(last["plain_losses"]))
+    tolerance = 1e-12 if case[1] is torch.float64 else 1e-5
+    close = partial(torch.testing.assert_close, rtol=tolerance, atol=tolerance)
+    close(losses.sum(), last["whole_loss"])
+    for result in (*others, last):
+        close(result["piped"], result["whole"])
 
 
 def simulated(name: str, dtype: torch.dtype, num_ranks: int) -> Trace:
