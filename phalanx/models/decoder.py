@@ -7,32 +7,40 @@ F feed-forward, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx.models.cache import KvCache
-from phalanx.models.spec import DecoderConfig
+from phalanx.models.spec import DTYPE_BYTES, DecoderConfig
 from phalanx.ops.attention import Documents, causal_attention, packed_attention
 from phalanx.ops.dropout import DropoutKey
 from phalanx.ops.norm import rms_norm, rms_norm_rotate
 from phalanx.ops.rope import rope_table
 
 
-@dataclass(frozen=True)
 class RowContext:
     """What every layer needs to know about the rows of one call.
 
-    Deliberately no pytree: FSDP2 casts float tensors in layer arguments to its parameter dtype,
-    which would round the rotation tables.
+    Deliberately neither dataclass nor pytree: FSDP2 casts the float tensors that it finds in layer
+    arguments to its parameter dtype, which would round the rotation tables.
+
+    Attributes:
+        documents: where documents begin and end.
+        rope: layer kind -> (cos, sin), float32.
+        caches: one per document, or None.
+        dropout: what adapters' dropout depends on, or None.
     """
 
-    documents: Documents
-    rope: dict[str, tuple[Tensor, Tensor]]
-    caches: tuple[KvCache, ...] | None = None
-    dropout: DropoutKey | None = None
+    def __init__(
+        self,
+        documents: Documents,
+        rope: dict[str, tuple[Tensor, Tensor]],
+        caches: tuple[KvCache, ...] | None,
+        dropout: DropoutKey | None,
+    ) -> None:
+        self.documents, self.rope, self.caches, self.dropout = documents, rope, caches, dropout
 
 
 class RmsNorm(nn.Module):
@@ -51,7 +59,10 @@ class RmsNorm(nn.Module):
 
 
 class Projection(nn.Linear):
-    """A matrix without bias that an adapter may extend (`models.lora`)."""
+    """A matrix without bias that an adapter may extend (`models.lora`).
+
+    `dropout` goes by keyword: torch's tensor-parallel hooks keep only the first positional input.
+    """
 
     def __init__(self, num_in: int, num_out: int, **factory) -> None:
         super().__init__(num_in, num_out, bias=False, **factory)
@@ -79,28 +90,35 @@ class Attention(nn.Module):
 
     def forward(self, x_SD: Tensor, context: RowContext) -> Tensor:
         """Output of the attention block, [S, D]."""
-        rope = context.rope[self.kind.name]
+        rope, head_shape = context.rope[self.kind.name], (-1, self.kind.head_dim)
         # heads are counted from the projections, which hold a part of them under tensor parallelism
-        q_SHC = self.q_proj(x_SD, context.dropout).unflatten(-1, (-1, self.kind.head_dim))
-        k_SKC = self.k_proj(x_SD, context.dropout).unflatten(-1, (-1, self.kind.head_dim))
-        v_SKC = self.v_proj(x_SD, context.dropout).unflatten(-1, (-1, self.kind.head_dim))
+        q_SHC = self.q_proj(x_SD, dropout=context.dropout).unflatten(-1, head_shape)
+        k_SKC = self.k_proj(x_SD, dropout=context.dropout).unflatten(-1, head_shape)
+        v_SKC = self.v_proj(x_SD, dropout=context.dropout).unflatten(-1, head_shape)
         q_SHC = self.q_norm(q_SHC, rope)
         k_SKC = self.k_norm(k_SKC, rope)
-        options = {"scale": self.scale, "window": self.kind.window}
-        if context.caches is None:
-            out_SHC = packed_attention(q_SHC, k_SKC, v_SKC, context.documents, **options)
-        else:
-            lengths = context.documents.lengths
-            rows = zip(
-                context.caches, q_SHC.split(lengths), k_SKC.split(lengths), v_SKC.split(lengths)
+        attend = self._attend if context.caches is None else self._attend_cached
+        out_SHC = attend(q_SHC, k_SKC, v_SKC, context)
+        return self.o_proj(out_SHC.flatten(-2), dropout=context.dropout)
+
+    def _attend(self, q_SHC: Tensor, k_SKC: Tensor, v_SKC: Tensor, context: RowContext) -> Tensor:
+        return packed_attention(
+            q_SHC, k_SKC, v_SKC, context.documents, scale=self.scale, window=self.kind.window
+        )
+
+    def _attend_cached(
+        self, q_SHC: Tensor, k_SKC: Tensor, v_SKC: Tensor, context: RowContext
+    ) -> Tensor:
+        rows = zip(
+            context.caches, *(x.split(context.documents.lengths) for x in (q_SHC, k_SKC, v_SKC))
+        )
+        outputs = []
+        for cache, q, k, v in rows:
+            k_TKC, v_TKC = cache.append(self.layer, k, v)
+            outputs.append(
+                causal_attention(q, k_TKC, v_TKC, scale=self.scale, window=self.kind.window)
             )
-            out_SHC = torch.cat(
-                [
-                    causal_attention(q, *cache.append(self.layer, k, v), **options)
-                    for cache, q, k, v in rows
-                ]
-            )
-        return self.o_proj(out_SHC.flatten(-2), context.dropout)
+        return torch.cat(outputs)
 
 
 class FeedForward(nn.Module):
@@ -115,8 +133,9 @@ class FeedForward(nn.Module):
 
     def forward(self, x_SD: Tensor, context: RowContext) -> Tensor:
         """[S, D]."""
-        gate_SF = F.gelu(self.gate_proj(x_SD, context.dropout), approximate="tanh")
-        return self.down_proj(gate_SF * self.up_proj(x_SD, context.dropout), context.dropout)
+        gate_SF = F.gelu(self.gate_proj(x_SD, dropout=context.dropout), approximate="tanh")
+        up_SF = self.up_proj(x_SD, dropout=context.dropout)
+        return self.down_proj(gate_SF * up_SF, dropout=context.dropout)
 
 
 class DecoderLayer(nn.Module):
@@ -178,9 +197,11 @@ class Decoder(nn.Module):
         self.config = config
         self.is_first = layers.start == 0
         self.is_last = layers.stop == config.num_layers
+        dtype = getattr(torch, config.dtype)
+        self._embedding_scale = _rounded(config.hidden_size**0.5)
         with torch.device("meta"):
             ends = (self.is_first, self.is_last)
-            self.model = DecoderBody(config, layers, ends, dtype=getattr(torch, config.dtype))
+            self.model = DecoderBody(config, layers, ends, dtype=dtype)
         if torch.device(device).type != "meta":
             self.to_empty(device=device)
 
@@ -207,7 +228,7 @@ class Decoder(nn.Module):
             positions_S = self._positions(documents, caches, rows.device)
         x_SD = self._embed(rows) if self.is_first else rows
         context = RowContext(
-            documents, self._rope(positions_S), tuple(caches) if caches else None, dropout
+            documents, self._rope(positions_S), None if caches is None else tuple(caches), dropout
         )
         for layer in self.model.layers.values():
             x_SD = layer(x_SD, context)
@@ -228,8 +249,7 @@ class Decoder(nn.Module):
 
     def _embed(self, tokens_S: Tensor) -> Tensor:
         rows_SD = self.model.embed_tokens(tokens_S)
-        # the factor is rounded to the weights' dtype first, as transformers does
-        return rows_SD * torch.tensor(self.config.hidden_size**0.5, dtype=rows_SD.dtype)
+        return rows_SD * self._embedding_scale[rows_SD.dtype]
 
     def _rope(self, positions_S: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
         return {
@@ -246,3 +266,9 @@ class Decoder(nn.Module):
             return positions_S
         past = [torch.full((n,), cache.length) for cache, n in zip(caches, documents.lengths)]
         return positions_S + torch.cat(past).to(device)
+
+
+def _rounded(factor: float) -> dict[torch.dtype, float]:
+    """The factor on the embedding, rounded to the dtype that computes, as transformers does."""
+    dtypes = [getattr(torch, name) for name in DTYPE_BYTES]
+    return {dtype: torch.tensor(factor, dtype=dtype).item() for dtype in dtypes}

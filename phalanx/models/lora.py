@@ -50,6 +50,9 @@ class LoraLinear(Projection):
         down_RI = self.lora_A.weight.to(x_SI.dtype)
         up_OR = self.lora_B.weight.to(x_SI.dtype)
         if self.training and self.dropout > 0.0:
+            if dropout is None:
+                rule = "needs a DropoutKey: pass `dropout` to the decoder while training"
+                raise JobError("job/missing", "lora.dropout", self.dropout, rule)
             kept_SI = keyed_dropout(x_SI, self.dropout, dropout, self.name)
             low_SR = F.linear(kept_SI, down_RI) * self.scale
             return F.linear(x_SI, self.weight) + F.linear(low_SR, up_OR)
