@@ -198,8 +198,7 @@ def _claimed(units: Sequence[BoundUnit], unit: BoundUnit) -> list[nn.Parameter]:
 def _shard_units(
     units: Sequence[BoundUnit], shard: Spec, replicate: Spec | None, mesh: DeviceMesh
 ) -> None:
-    axes = [spec.axis for spec in (replicate, shard) if spec is not None]
-    grid = mesh[tuple(axes)] if len(axes) > 1 else mesh[axes[0]]
+    grid = _grid(mesh, [spec.axis for spec in (replicate, shard) if spec is not None])
     for unit in reversed(units):  # innermost first: the root claims the rest
         fully_shard(
             unit.module,
@@ -221,6 +220,17 @@ def _shard_units(
         if ahead > 1:
             behind = modules[max(1, at - ahead) : at]
             unit.module.set_modules_to_backward_prefetch(behind[::-1])
+
+
+def _grid(mesh: DeviceMesh, axes: Sequence[str]) -> DeviceMesh:
+    """The part of the mesh along `axes`, in this order: fully_shard wants replicas first."""
+    ascending = tuple(axis for axis in mesh.mesh_dim_names if axis in axes)
+    grid = mesh[ascending]
+    if ascending == tuple(axes):
+        return grid
+    groups = [grid.get_group(axis) for axis in axes]
+    ranks = grid.mesh.t().contiguous()
+    return DeviceMesh.from_group(groups, grid.device_type, ranks, mesh_dim_names=tuple(axes))
 
 
 def _dtype(name: str) -> torch.dtype | None:
