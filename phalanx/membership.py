@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import pairwise
+from math import inf
 from typing import NamedTuple
 
 from phalanx.errors import JobError, WorldError
@@ -129,6 +130,10 @@ class Roster:
         min_members: the job cannot go on with fewer.
         durable: a checkpoint exists that everyone can load.
         current: the membership that binds already, for a process that comes later.
+
+    Attributes:
+        proposed: what the open ballot is about.
+        ballot: None when nothing is voted on.
     """
 
     def __init__(
@@ -144,7 +149,7 @@ class Roster:
         self.timeouts, self.min_members, self.durable = timeouts, min_members, durable
         self.current = current
         self.ballot: Ballot | None = None
-        self._proposed = current
+        self.proposed = current
         self._seen_s: dict[Member, float] = {}
         self._steps: dict[Member, int] = {}
         self._told: set[Change] = set()
@@ -167,27 +172,38 @@ class Roster:
         )
 
     def changes(self, now_s: float) -> list[Change]:
-        """What differs from the current membership, each change once, those who left first."""
+        """What differs from the membership that binds or is voted on, those who left first.
+
+        Each change is told once, and again after a proposal that does not take it up.
+        """
         alive = self.alive(now_s)
-        found = [Change("leave", m) for m in self.current.members if m not in alive]
-        found += [Change("join", m) for m in alive if m not in self.current.members]
+        bound = self.current if self.ballot is None else self.proposed
+        found = [Change("leave", m) for m in bound.members if m not in alive]
+        found += [Change("join", m) for m in alive if m not in bound.members]
         fresh = [change for change in found if change not in self._told]
         self._told.update(fresh)
         return fresh
 
-    def leader(self, now_s: float) -> Member | None:
-        """The lowest place of the current membership that is alive."""
+    def seen_s(self, member: Member) -> float:
+        """When this member was last heard of; minus infinity before the first heartbeat."""
+        return self._seen_s.get(member, -inf)
+
+    def heir(self, now_s: float) -> Member | None:
+        """Who leads when the leader is gone: the lowest member alive that has the state."""
         alive = self.alive(now_s)
-        return next((member for member in self.current.members if member in alive), None)
+        able = [m for m in self.current.members if m in alive and self._steps[m] != NO_STATE]
+        return able[0] if able else None
 
     def behind(self, members: Iterable[Member]) -> tuple[Member, ...]:
-        """Those that have fewer steps than the furthest; they fetch before they count."""
-        chosen = tuple(members)
-        steps = [self._steps.get(member, NO_STATE) for member in chosen]
-        return tuple(m for m, step in zip(chosen, steps) if step < max(steps))
+        """Those without a state; they fetch before they count."""
+        return tuple(m for m in members if self._steps.get(m, NO_STATE) == NO_STATE)
 
-    def propose(self, ids: Iterable[int], now_s: float) -> Membership:
+    def propose(self, ids: Iterable[int], now_s: float, epoch: int | None = None) -> Membership:
         """Open the ballot on the next epoch with the alive members in these places.
+
+        Args:
+            epoch: its number (None: one more than the current); numbers of proposals that came to
+                nothing are skipped, never used again.
 
         Raises:
             WorldError: `world/membership` when a place is empty, too few would remain, or nobody
@@ -195,7 +211,9 @@ class Roster:
         """
         alive = {member.id: member for member in self.alive(now_s)}
         wanted = tuple(sorted(set(ids)))
-        where, empty = f"epoch {self.current.epoch + 1}", [i for i in wanted if i not in alive]
+        epoch = self.current.epoch + 1 if epoch is None else epoch
+        assert epoch > self.current.epoch, (epoch, self.current)
+        where, empty = f"epoch {epoch}", [i for i in wanted if i not in alive]
         if empty:
             raise WorldError("world/membership", where, wanted, f"members {empty} are not alive")
         if len(wanted) < self.min_members:
@@ -203,9 +221,10 @@ class Roster:
             raise WorldError("world/membership", where, wanted, rule)
         members = tuple(alive[i] for i in wanted)
         self._require_donor(where, members)
-        self._proposed = Membership(self.current.epoch + 1, members)
+        self.proposed = Membership(epoch, members)
         self.ballot = Ballot(members, now_s + self.timeouts.init_s)
-        return self._proposed
+        self._told.clear()
+        return self.proposed
 
     def commit(self, now_s: float) -> Membership:
         """The proposed epoch binds.
@@ -218,8 +237,8 @@ class Roster:
             missing = [member.id for member in self.ballot.missing]
             against = [member.id for member, yes in self.ballot.votes.items() if not yes]
             rule = f"not agreed: no vote of {missing}, against {against}"
-            raise WorldError("world/membership", f"epoch {self._proposed.epoch}", None, rule)
-        return self.adopt(self._proposed)
+            raise WorldError("world/membership", f"epoch {self.proposed.epoch}", None, rule)
+        return self.adopt(self.proposed)
 
     def adopt(self, membership: Membership) -> Membership:
         """A membership that was committed elsewhere binds here too; older ones are ignored."""
@@ -233,7 +252,7 @@ class Roster:
 
     def _require_donor(self, where: str, members: tuple[Member, ...]) -> None:
         before = [member for member in members if member in self.current.members]
-        if self.durable or any(self._steps[member] != NO_STATE for member in before):
+        if self.durable or len(self.behind(before)) < len(before):
             return
         ids = tuple(member.id for member in members)
         if self.current.epoch == 0 and ids == self.expected:

@@ -88,12 +88,34 @@ def test_behind_are_those_with_fewer_steps():
     assert roster.behind((A, B, C)) == (C,)
 
 
-def test_leader_is_the_lowest_member_alive():
+def test_the_heir_is_the_lowest_member_alive_that_has_the_state():
     roster = formed(A, B, C)
-    assert roster.leader(1.0) == A
-    roster.beat(B, 1, 4.0)
+    assert roster.heir(1.0) == A
+    again = Member(0, 2)
+    roster.beat(again, NO_STATE, 4.0)
     roster.beat(C, 1, 4.0)
-    assert roster.leader(4.0) == B
+    roster.adopt(Membership(2, (again, B, C)))
+    assert roster.heir(4.0) == C
+
+
+def test_a_joiner_that_vanishes_during_its_vote_is_a_leave():
+    roster = formed(A, B)
+    again = Member(1, 2)
+    roster.beat(A, 1, 5.0)
+    roster.beat(again, NO_STATE, 5.0)
+    assert roster.changes(5.0) == [Change("leave", B), Change("join", again)]
+    roster.propose((0, 1), 5.0)
+    roster.beat(A, 1, 9.0)
+    assert roster.changes(9.0) == [Change("leave", again)]
+
+
+def test_a_join_that_a_proposal_does_not_take_up_is_told_again():
+    roster = formed(A, B)
+    for member in (A, C):
+        roster.beat(member, 1, 4.0)
+    assert roster.changes(4.0) == [Change("leave", B), Change("join", C)]
+    roster.propose((0,), 4.0)
+    assert roster.changes(4.0) == [Change("join", C)]
 
 
 def test_an_epoch_binds_only_when_all_agree_in_time():

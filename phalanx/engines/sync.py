@@ -6,7 +6,7 @@ Legend: N elements of one fragment, flat.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 from phalanx.action import Compute
 from phalanx.errors import PlanError
 from phalanx.ops.outer import blend_, nesterov_step_, outer_delta_
+from phalanx.worlds.torch_tensors import Op, RankContext
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
@@ -64,34 +65,37 @@ class Fragment:
         """What one exchange carries."""
         return self.delta_N.numel() * self.delta_N.element_size()
 
-    def measure_delta(self) -> None:
-        """delta = outer - local."""
+    def measure_delta(self) -> Tensor:
+        """outer - local, flat; the same memory each time."""
         for delta, outer, local in self._pairs(self.delta_N, self.outer_N):
             outer_delta_(delta, outer, local.detach())
+        return self.delta_N
 
-    def apply(self, num_contributors: int, lr: float, momentum: float, blend: float) -> None:
-        """Outer step with the sum of deltas that the exchange left behind, then the blend."""
-        self.delta_N.div_(num_contributors)
-        nesterov_step_(self.outer_N, self.momentum_N, self.delta_N, lr, momentum)
-        for _, outer, local in self._pairs(self.delta_N, self.outer_N):
+    def apply(
+        self, sum_N: Tensor, num_contributors: int, lr: float, momentum: float, blend: float
+    ) -> None:
+        """Outer step with the sum of the contributors' deltas (overwritten), then the blend."""
+        mean_N = sum_N.div_(num_contributors)
+        nesterov_step_(self.outer_N, self.momentum_N, mean_N, lr, momentum)
+        for outer, local in self._pairs(self.outer_N):
             blend_(local.detach(), outer, blend)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Outer parameters and momentum: what a replica that joins needs beside the rest."""
         return {"outer": self.outer_N, "momentum": self.momentum_N}
 
-    def _pairs(self, *flat: Tensor):
-        shapes = [p.shape for p in self.locals_]
-        split = [each.split([s.numel() for s in shapes]) for each in flat]
-        for local, *pieces in zip(self.locals_, *split):
+    def _pairs(self, *flat: Tensor) -> Iterator[tuple[Tensor, ...]]:
+        """For each local parameter the views of its part in `flat`, then the parameter."""
+        sizes = [p.numel() for p in self.locals_]
+        for local, *pieces in zip(self.locals_, *(each.split(sizes) for each in flat)):
             yield *(piece.view(local.shape) for piece in pieces), local
 
 
 class OuterSync:
-    """The ops and handles that a sync policy's actions name.
+    """The ops that a sync policy's actions name, on the parameters of one rank.
 
     Args:
-        params: canonical name -> local parameter.
+        params: canonical name -> local parameter (or this rank's shard of it).
         fragments: names of each fragment, as `strided_fragments` gives them.
         dtype: of the outer state and of the exchange.
     """
@@ -110,18 +114,15 @@ class OuterSync:
         return {"fragment_bytes": tuple(fragment.num_bytes for fragment in self.fragments)}
 
     @property
-    def tensors(self) -> dict[str, Tensor]:
-        """Handle -> tensor, for the exchanges."""
-        return {f"fragment.{i}/delta": each.delta_N for i, each in enumerate(self.fragments)}
-
-    @property
-    def ops(self) -> dict[str, Callable[[Compute], None]]:
-        """Op name -> function of the action."""
+    def ops(self) -> dict[str, Op]:
+        """Op name -> function of the rank's context and the action."""
         return {"outer.delta": self._delta, "outer.apply": self._apply}
 
-    def _delta(self, action: Compute) -> None:
-        self.fragments[action.batch["fragment"]].measure_delta()
+    def _delta(self, context: RankContext, action: Compute) -> None:
+        index = action.batch["fragment"]
+        context.tensors[f"fragment.{index}/delta"] = self.fragments[index].measure_delta()
 
-    def _apply(self, action: Compute) -> None:
+    def _apply(self, context: RankContext, action: Compute) -> None:
         options = dict(action.batch)
-        self.fragments[options.pop("fragment")].apply(**options)
+        index = options.pop("fragment")
+        self.fragments[index].apply(context.get(f"fragment.{index}/delta"), **options)

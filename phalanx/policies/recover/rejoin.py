@@ -38,7 +38,7 @@ from dataclasses import dataclass, field
 from math import sqrt
 from typing import Any
 
-from phalanx.action import Action, Collective, Compute, Move, Recv, Send
+from phalanx.action import Action, Collective, Compute, Mark, Move, Recv, Send
 from phalanx.errors import PlanError, WorldError
 from phalanx.policy import Event, React, View
 from phalanx.registry import Source, register
@@ -130,7 +130,8 @@ class Rejoin(React):
             elif event.kind == "leave":
                 actions += self._leave(state, view.mesh.coordinate(event.rank, self.axis), view)
             elif event.kind == "join":
-                state.waiting += self._places((event.rank,), view)
+                joined = self._places((event.rank,), view)
+                state.waiting = tuple(sorted({*state.waiting, *joined} - {*state.members}))
             elif event.kind == "done" and event.label == f"vote@{state.tag}":
                 actions += self._voted(state, event, view)
         return actions
@@ -163,7 +164,7 @@ class Rejoin(React):
         if not state.waiting:
             return actions + self._attempt(state, view)
         state.members = tuple(sorted({*state.members, *state.waiting}))
-        state.behind, state.waiting = tuple(sorted(state.waiting)), ()
+        state.behind, state.waiting = state.waiting, ()
         return actions + self._new_epoch(state, view)
 
     def _new_epoch(self, state: RejoinState, view: View) -> list[Action]:
@@ -176,9 +177,11 @@ class Rejoin(React):
         state.votes.clear()
         facts = {"epoch": state.epoch, "members": state.members, "behind": state.behind}
         form = self._ops("membership.form", "form", state.members, state, view, batch=facts)
-        return form + self._attempt(state, view)
+        return form + self._attempt(state, view, (form[0].label,))
 
-    def _attempt(self, state: RejoinState, view: View) -> list[Action]:
+    def _attempt(
+        self, state: RejoinState, view: View, formed: tuple[str, ...] = ()
+    ) -> list[Action]:
         if state.step >= view.facts["num_steps"]:
             return []
         ops, tag = self._ops, state.tag
@@ -187,19 +190,21 @@ class Rejoin(React):
         actions += self._transfers(state, view)
         for group in view.mesh.groups(self.axis):
             members = tuple(group[place] for place in state.members)
-            actions.append(self._exchange(members, state, view))
+            actions.append(self._exchange(members, formed, state, view))
         exchanged, fetched = f"exchange@{tag}", f"state@{tag}"
         actions += ops("vote", "vote", state.contributors, state, view, after=(exchanged,))
         actions += ops("vote", "vote", state.behind, state, view, after=(exchanged, fetched))
         return actions
 
-    def _exchange(self, members: tuple[int, ...], state: RejoinState, view: View) -> Action:
+    def _exchange(
+        self, members: tuple[int, ...], formed: tuple[str, ...], state: RejoinState, view: View
+    ) -> Action:
         return Collective(
             collective="all_reduce",
             axis=self.axis,
             lane=f"axis:{self.axis}",
             label=f"exchange@{state.tag}",
-            after=(f"grad@{state.tag}",),
+            after=(f"grad@{state.tag}", *formed),
             item=state.step + 1,
             tensor="grad",
             payload_bytes=view.facts["grad_bytes"],
@@ -224,24 +229,45 @@ class Rejoin(React):
                     target="host",
                     lane="copy",
                     label=f"copy@{tag}",
+                    after=(f"commit@{state.step}",) if state.step else (),
                     payload_bytes=num_bytes,
                     ranks=at_source,
                 )
                 copies.append(copy)
-            send = {"lane": f"send:{self.axis}", "after": (f"copy@{tag}",), "ranks": at_source}
-            recv = {"lane": f"recv:{self.axis}", "label": f"state@{tag}", "ranks": at_place}
+            send = {
+                "lane": f"send:{self.axis}:{place}",
+                "after": (f"copy@{tag}",),
+                "ranks": at_source,
+            }
+            recv = {
+                "lane": f"recv:{self.axis}:{source}",
+                "label": f"state@{tag}",
+                "ranks": at_place,
+            }
             transfers.append(Send(peer=place, label=f"state.{place}@{tag}", **common, **send))
             transfers.append(Recv(peer=source, **common, **recv))
         return copies + transfers
 
     def _commit(self, state: RejoinState, view: View) -> list[Action]:
-        num = len(state.contributors)
+        num, step = len(state.contributors), state.step + 1
         factor = self.lr_factor(num, view.mesh.degree(self.axis))
         batch = {"num_contributors": num, "lr_factor": factor, "contributors": state.contributors}
         load = self._ops("state.load", "load", state.behind, state, view, lane="compute")
-        return load + self._ops(
-            "commit", "commit", state.members, state, view, lane="compute", phase="O", batch=batch
+        update = Compute(
+            op="update",
+            label=f"commit@{step}",
+            phase="O",
+            item=step,
+            batch=batch,
+            ranks=self._ranks(state.members, view),
         )
+        commit = Mark(
+            name="commit",
+            value=step,
+            item=step,
+            ranks=update.ranks,
+        )
+        return [*load, update, commit]
 
     def _ops(
         self,

@@ -45,7 +45,9 @@ def test_a_healthy_step_is_grad_exchange_vote_commit():
     story = Story(Mesh(replica=3))
     names = [a.operator for a in story.tell("start")]
     assert names == ["membership.form", "grad", "all_reduce", "vote"]
-    assert [a.operator for a in story.vote()] == ["commit", "grad", "all_reduce", "vote"]
+    assert [a.operator for a in story.vote()] == [
+        *("update", "commit", "grad", "all_reduce", "vote")
+    ]
 
 
 def test_a_leave_redoes_the_step_in_a_new_epoch_with_the_contributors():
@@ -56,7 +58,7 @@ def test_a_leave_redoes_the_step_in_a_new_epoch_with_the_contributors():
     assert [a.item for a in ops(actions, "grad")] == [2]
     assert ops(actions, "grad")[0].ranks == (0, 2)
     assert exchanges(actions) == [(2, (0, 2))]
-    commit = ops(story.vote(), "commit")[0]
+    commit = ops(story.vote(), "update")[0]
     assert (commit.item, commit.batch["num_contributors"]) == (2, 2)
     assert commit.batch["lr_factor"] == pytest.approx((2 / 3) ** 0.5)
 
@@ -67,7 +69,7 @@ def test_a_join_waits_for_the_start_of_a_step_and_contributes_zeros():
     story.tell("leave", rank=1)
     assert story.tell("join", rank=1) == []
     actions = story.vote()
-    assert ops(actions, "commit")[0].ranks == (0, 2)
+    assert ops(actions, "update")[0].ranks == (0, 2)
     assert exchanges(actions) == [(3, (0, 1, 2))]
     assert ops(actions, "grad")[0].ranks == (0, 2)
     assert ops(actions, "grad.zero")[0].ranks == (1,)
@@ -76,8 +78,8 @@ def test_a_join_waits_for_the_start_of_a_step_and_contributes_zeros():
     of_joiner = next(a for a in ops(actions, "vote") if a.ranks == (1,))
     assert of_joiner.after == ("exchange@2.3", "state@2.3")
     actions = story.vote()
-    assert [a.operator for a in actions][:2] == ["state.load", "commit"]
-    commit = ops(actions, "commit")[0]
+    assert [a.operator for a in actions][:2] == ["state.load", "update"]
+    commit = ops(actions, "update")[0]
     assert commit.ranks == (0, 1, 2)
     assert commit.batch["num_contributors"] == 2, "zeros are no contribution"
     assert ops(actions, "grad")[0].ranks == (0, 1, 2)
@@ -103,7 +105,7 @@ def test_votes_told_rank_by_rank_commit_with_the_last():
     story = Story(Mesh(replica=3))
     story.tell("start")
     assert story.vote(rank=0) == [] == story.vote(rank=2)
-    assert ops(story.vote(rank=1), "commit")
+    assert ops(story.vote(rank=1), "update")
 
 
 def test_a_source_that_dies_is_replaced():
@@ -161,7 +163,7 @@ def test_nothing_follows_the_last_step():
     story.tell("start")
     for _ in range(9):
         story.vote()
-    assert [a.operator for a in story.vote()] == ["commit"]
+    assert [a.operator for a in story.vote()] == ["update", "commit"]
     assert story.tell("leave", rank=1) == []
 
 
