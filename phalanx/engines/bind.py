@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from phalanx.engines.unit_sum import UnitSum
 from phalanx.errors import PlanError
 from phalanx.policy import Rule, Spec
 
@@ -59,7 +60,7 @@ class BoundData:
         self,
         units: Sequence[BoundUnit],
         groups: Sequence[dist.ProcessGroup],
-        sums: Sequence[_UnitSum],
+        sums: Sequence[UnitSum],
     ) -> None:
         self.units, self.groups = tuple(units), tuple(groups)
         self._sums = sums
@@ -93,7 +94,7 @@ class BoundData:
             gives_back = unit.shard.reshard or (is_last and not unit.stays_gathered)
             unit.module.set_reshard_after_backward(gives_back, recurse=False)
         for each in self._sums:
-            each.armed = is_last
+            each.begin_item(is_last)
 
     def finish_step(self) -> None:
         """Wait until all gradients are summed."""
@@ -138,12 +139,11 @@ def bind_data(
     units = _units(
         module, shard, replicate, {"param_dtype": param_dtype, "reduce_dtype": reduce_dtype}
     )
-    sums: Sequence[_UnitSum] = ()
+    sums: Sequence[UnitSum] = ()
     if shard is not None:
         _shard_units(units, shard, replicate, mesh)
     elif replicate is not None:
-        group = mesh.get_group(replicate.axis)
-        sums = [_UnitSum(unit, _claimed(units, unit), group) for unit in units]
+        sums = [_unit_sum(units, unit, mesh.get_group(replicate.axis)) for unit in units]
     axes = [axis for axis in mesh.mesh_dim_names if axis in {s.axis for s in specs}]
     return BoundData(units, [mesh.get_group(axis) for axis in axes], sums)
 
@@ -195,6 +195,11 @@ def _claimed(units: Sequence[BoundUnit], unit: BoundUnit) -> list[nn.Parameter]:
     return [p for p in unit.module.parameters() if p.requires_grad and p not in theirs]
 
 
+def _unit_sum(units: Sequence[BoundUnit], unit: BoundUnit, group: dist.ProcessGroup) -> UnitSum:
+    dtype = _dtype(unit.replicate.reduce_dtype)
+    return UnitSum(lambda: _claimed(units, unit), group, dtype)
+
+
 def _shard_units(
     units: Sequence[BoundUnit], shard: Spec, replicate: Spec | None, mesh: DeviceMesh
 ) -> None:
@@ -235,40 +240,3 @@ def _grid(mesh: DeviceMesh, axes: Sequence[str]) -> DeviceMesh:
 
 def _dtype(name: str) -> torch.dtype | None:
     return getattr(torch, name) if name else None
-
-
-class _UnitSum:
-    """All-reduce of a unit's gradients as soon as the last of them is complete."""
-
-    def __init__(
-        self, unit: BoundUnit, parameters: list[nn.Parameter], group: dist.ProcessGroup
-    ) -> None:
-        self.armed = True
-        self._group, self._dtype = group, _dtype(unit.replicate.reduce_dtype)
-        self._parameters, self._ready = parameters, 0
-        self._work: dist.Work | None = None
-        for parameter in parameters:
-            parameter.register_post_accumulate_grad_hook(self._note)
-
-    def _note(self, _parameter: Tensor) -> None:
-        if self.armed:
-            self._ready += 1
-            if self._ready == len(self._parameters):
-                self._start()
-
-    def _start(self) -> None:
-        grads = [p.grad.flatten() for p in self._parameters]
-        self._flat = torch.cat(grads).to(self._dtype or grads[0].dtype)
-        self._work = dist.all_reduce(self._flat, group=self._group, async_op=True)
-
-    def finish(self) -> None:
-        """Write the sums back."""
-        if self._ready and self._work is None:
-            raise AssertionError(f"{self._ready} of {len(self._parameters)} gradients were made")
-        if self._work is None:
-            return
-        self._work.wait()
-        sizes = [p.numel() for p in self._parameters]
-        for parameter, part in zip(self._parameters, self._flat.split(sizes)):
-            parameter.grad.copy_(part.view_as(parameter))
-        self._work, self._flat, self._ready = None, None, 0

@@ -89,7 +89,7 @@ class _Run:
         self._notify = on_event if process.leads and on_event else lambda event: None
         self.seconds: dict[str, float] = {}
         self.memory = PeakMemory(process.device, baseline_bytes)
-        self.evaluations: list[tuple[int, float]] = []
+        self.evaluations: list[list[float]] = []  # step, loss; lists, as JSON reads them back
         self.metrics = MetricsFile(folder / "metrics.jsonl" if process.leads else None)
 
     def go(self) -> TrainResult:
@@ -254,7 +254,7 @@ class _Run:
             num_rows = min(self.job.train.eval_rows, len(self.data.held_out))
             batch = whole_pass(self.held_out, num_rows, **self.rows)
             loss = float(held_out_loss(self.model, batch, self.process.device))
-        self.evaluations.append((step, loss))
+        self.evaluations.append([step, loss])
         values = {"kind": "evaluate", "step": step, "loss": loss, "rows": num_rows}
         self.metrics.write(**values, counted_tokens=batch.num_counted_global)
         self._notify(values)
