@@ -72,14 +72,14 @@ class CommRow:
 
     @property
     def wire_bytes(self) -> float:
-        """Bytes that this rank sends; of a receive, those that it gets."""
+        """Bytes that this rank puts on the wire."""
         return wire_bytes(self.kind, self.payload_bytes, self.group_size)
 
 
 def wire_bytes(kind: str, payload_bytes: float, group_size: int) -> float:
     """Bytes that one rank sends with a bandwidth-optimal algorithm (of rooted ones: on average)."""
     if kind in P2P:
-        return payload_bytes
+        return payload_bytes if kind == "send" else 0.0
     known = "broadcast" if kind in _ROOTED else kind  # n - 1 edges of a tree, like a broadcast
     return collectives.wire_bytes(known, payload_bytes, group_size)
 

@@ -78,6 +78,12 @@ class LogicalGroup:
             raise WorldError("world/timeout", where, None, rule, detail=str(error)) from error
         return self._group
 
+    def current(self, members: Sequence[int], epoch: int) -> LoggedGroup:
+        """The group of an epoch, formed at the first call; errors as in `form`."""
+        if self._group is None or (tuple(members), epoch) != (self.members, self.epoch):
+            return self.form(members, epoch)
+        return self._group
+
     def wait(self, work: Work) -> None:
         """Wait for a collective of the current epoch; `abort` from another thread ends the wait.
 
@@ -105,13 +111,22 @@ class LogicalGroup:
     def close(self) -> None:
         """Give this epoch's group up without waiting for what still runs in it."""
         self.abort()
-        holder, self._group = [self._group], None
-        # gloo's destructor waits for its threads, which a dead peer holds until their timeout:
-        # keep the group until then, so that nobody who drops it last is held up
-        grave = threading.Timer(self.timeout_s + 1.0, holder.clear)
-        grave.daemon = True
-        grave.start()
+        if self._group is not None:
+            bury(self._group, self.timeout_s)
+            self._group = None
 
     def _broken(self, code: str, rule: str, detail: str = "") -> WorldError:
         where = f"group {self.name}, epoch"
         return WorldError(code, where, self.epoch, rule, detail=detail)
+
+
+def bury(group: LoggedGroup, timeout_s: float) -> None:
+    """Let go of a group in which an operation may still wait.
+
+    gloo's destructor waits for its threads, which a dead peer holds until their timeout. The group
+    is kept until then, so that nobody who drops it last is held up, nor the end of the process.
+    """
+    holder = [group]
+    grave = threading.Timer(timeout_s + 1.0, holder.clear)
+    grave.daemon = True
+    grave.start()

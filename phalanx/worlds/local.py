@@ -19,7 +19,7 @@ from phalanx.errors import CheckError
 from phalanx.mesh import Mesh
 from phalanx.worlds.pending import Entry, Pending
 from phalanx.worlds.real import RealWorld, describe_open
-from phalanx.worlds.torch_tensors import Op, RankContext
+from phalanx.worlds.torch_tensors import IN_PLACE, Op, RankContext
 
 
 class LocalWorld(RealWorld):
@@ -58,12 +58,17 @@ class LocalWorld(RealWorld):
     def start_transfers(self, pending: Pending) -> None:
         while pending.ready_transfers:
             entry = pending.ready_transfers.popleft()
+            if self.is_held(entry):
+                continue
             entry.start = self.now()
             pending.set_under_way(entry)
             self._arrive(entry)
 
     def await_transfer(self, until_s: float | None) -> bool:
         return False  # they end when the last one comes, never by themselves
+
+    def await_earlier(self, entry: Entry) -> None:
+        pass
 
     def stuck(self) -> Exception:
         rule = "actions are left and none of them can happen"
@@ -128,7 +133,10 @@ class LocalWorld(RealWorld):
         if kinds == ["barrier"]:
             return
         for context, action, output in zip(contexts, actions, _outputs(kinds[0], inputs)):
-            context.tensors[action.into or action.tensor] = output
+            if action.into or kinds[0] not in IN_PLACE:
+                context.tensors[action.into or action.tensor] = output
+            else:
+                context.tensors[action.tensor].copy_(output)
 
 
 def _outputs(collective: str, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:

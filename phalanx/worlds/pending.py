@@ -21,7 +21,7 @@ class Entry:
     """One action of one rank.
 
     Attributes:
-        step: of a planned one: loads before its own; of a decided one: committed steps.
+        step: loads up to its own, counted from 1; without any, the steps committed.
         planned: it came with a program, not from a policy.
         waits: how many earlier entries have to end (of some: start) first.
         start, end: moments of the world's clock (None before they come).
@@ -81,7 +81,7 @@ class Entry:
         }
         if isinstance(action, Send | Recv):
             row |= {"axis": action.axis, "peer": mesh.peer(self.rank, action.axis, action.peer)}
-            row["wire_bytes"] = action.payload_bytes
+            row["wire_bytes"] = action.payload_bytes if isinstance(action, Send) else 0.0
         elif isinstance(action, Collective):
             size = len(action.members) or mesh.degree(action.axis)
             sent = wire_bytes(action.collective, action.payload_bytes, size)
@@ -134,6 +134,10 @@ class Pending:
             if not entry.waits:
                 self._queue(entry)
         return batch
+
+    def requeue(self, entry: Entry) -> None:
+        """A ready entry that could not start is ready again, before all others."""
+        (self.ready_transfers if is_transfer(entry.action) else self.ready).appendleft(entry)
 
     def set_under_way(self, entry: Entry) -> None:
         """An entry has started and ends by itself."""
@@ -188,18 +192,19 @@ class Pending:
     def _follow_tails(self, entry: Entry) -> None:
         if isinstance(entry.action, Timer):
             return  # occupies no lane
-        for key in (("lane", entry.action.lane), meeting(entry.action)):
-            if key is None:
-                continue
-            before = self._tails.get(key)
-            self._tails[key] = entry
-            if before is None or before.ended:
-                continue
-            if not (is_transfer(before.action) and is_transfer(entry.action)):
-                self._follow(entry, before)
-            elif not before.under_way:  # their stream keeps the order, so a start is enough
-                before.starts.append(entry)
-                entry.waits += 1
+        before = self._replace_tail(("lane", entry.action.lane), entry)
+        if before is not None:
+            self._follow(entry, before)
+        partner = meeting(entry.action)
+        earlier = None if partner is None else self._replace_tail(partner, entry)
+        if earlier not in (None, before) and not (earlier.ended or earlier.under_way):
+            earlier.starts.append(entry)  # they meet their partners in this order
+            entry.waits += 1
+
+    def _replace_tail(self, key: Hashable, entry: Entry) -> Entry | None:
+        before = self._tails.get(key)
+        self._tails[key] = entry
+        return before
 
     def _follow(self, entry: Entry, before: Entry) -> None:
         if is_transfer(before.action) and (before.work is not None or not before.ended):

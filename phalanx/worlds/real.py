@@ -11,9 +11,11 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Mapping, Sequence
+from functools import partial
 from heapq import heappop, heappush
 from itertools import count
-from typing import Any
+from math import inf
+from typing import Any, Protocol
 
 from phalanx.action import Action, Collective, Compute, Free, Mark, Move, Program, Recv, Send, Timer
 from phalanx.errors import PlanError, WorldError, nearest_names
@@ -23,7 +25,26 @@ from phalanx.trace import Trace, TraceBuilder
 from phalanx.worlds.pending import Entry, Pending
 
 COMMIT_MARK = "commit"  # Mark(name="commit", value=n): the scope has committed n steps
-SCOPE = -1  # the "rank" of what belongs to a scope
+
+
+class Interference(Protocol):
+    """What disturbs a world: `faulty.FaultyWorld`."""
+
+    def hold_s(self, entry: Entry) -> float:
+        """Seconds that a ready entry must not start for (0: it may start, inf: it never will)."""
+        ...
+
+    def after_compute(self, entry: Entry) -> None:
+        """A compute has run; it may take longer."""
+        ...
+
+    def copies(self, entry: Entry) -> int:
+        """How often a message that is about to be sent arrives."""
+        ...
+
+    def explain(self) -> str:
+        """What has been done to whom, for the error about actions that can never happen."""
+        ...
 
 
 class RealWorld(ABC):
@@ -52,23 +73,22 @@ class RealWorld(ABC):
         self.facts = dict(facts or {})
         self.lowest = min(ranks)
         self.pending = {rank: Pending(rank, traced_steps) for rank in ranks}
-        if self.lowest == 0:  # one process plays what belongs to the scope as a whole
-            self.pending[SCOPE] = Pending(SCOPE, traced_steps)
         self.views: dict[str, View] = {}
         self._num_loads = self._num_commits = 0
         self._started = False
+        self.interference: Interference | None = None
         self._events: list[Event] = []
         self._open_of_step: dict[int, int] = {}
-        self._timers: list[tuple[float, int, Entry]] = []
+        self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._timer_number = count()
         self.origin_s = time.perf_counter()
 
     # ---- the protocol ----------------------------------------------------------------------------
 
     def view(self, scope: str) -> View:
-        """The live view of a scope."""
+        """The live view of a scope; every scope has all ranks as members here."""
         if scope not in self.views:
-            members = self.members_of(scope)
+            members = tuple(range(self.mesh.size))
             self.views[scope] = View(mesh=self.mesh, members=members, facts=self.facts)
         return self.views[scope]
 
@@ -86,7 +106,7 @@ class RealWorld(ABC):
             raise PlanError("plan/illegal", "program.mesh", program.mesh, rule, legal=[self.mesh])
         for actions in {program.list_of_rank[r]: program.of(r) for r in self.ranks}.values():
             self._require_legal(actions)
-        step, self._num_loads = self._num_loads, self._num_loads + 1
+        self._num_loads = step = self._num_loads + 1
         for rank in self.ranks:
             batch = self.pending[rank].add(program.of(rank), step, planned=True)
             if rank == self.lowest:
@@ -97,9 +117,10 @@ class RealWorld(ABC):
     def issue(self, actions: Sequence[Action]) -> None:
         """Queue decided actions; errors as in `load`."""
         self._require_legal(actions)
+        step = max(self._num_loads, self._num_commits)
         for rank, queue in self.pending.items():
             own = [action for action in actions if _is_for(action, rank)]
-            queue.add(own, self._num_commits, planned=False)
+            queue.add(own, step, planned=False)
 
     def agree(self, scope: str, decide: Callable[[], list[Action]]) -> list[Action]:
         """The decision of the scope's leader."""
@@ -119,7 +140,7 @@ class RealWorld(ABC):
     def close(self) -> Trace:
         """The rows of what has ended, rank by rank in order of issue."""
         builder = TraceBuilder("measured", self.job)
-        for _, queue in sorted(self.pending.items()):
+        for queue in self.pending.values():
             for entry in queue.kept:
                 if entry.ended:
                     moments = (entry.start, entry.end)
@@ -142,9 +163,9 @@ class RealWorld(ABC):
         """Wait until a transfer that is under way has ended, or until `until_s` by
         `time.perf_counter`; False when none can end. The world calls `end` for what has ended."""
 
-    def members_of(self, scope: str) -> tuple[int, ...]:
-        """Global ranks of a scope."""
-        return tuple(range(self.mesh.size))
+    @abstractmethod
+    def await_earlier(self, entry: Entry) -> None:
+        """Make the transfers that `entry` waited for visible to it, where their end is not."""
 
     def now(self) -> Any:
         """A moment for the trace."""
@@ -179,7 +200,7 @@ class RealWorld(ABC):
 
     def _end_step(self, step: int) -> None:
         del self._open_of_step[step]
-        event = Event(kind="step", time_s=self.now_s, rank=self.lowest, item=step + 1)
+        event = Event(kind="step", time_s=self.now_s, rank=self.lowest, item=step)
         self._events.append(event)
 
     def _run(self) -> None:
@@ -211,14 +232,18 @@ class RealWorld(ABC):
                     self._carry_out(pending.ready.popleft())
 
     def _carry_out(self, entry: Entry) -> None:
+        if self.is_held(entry):
+            return
         action = entry.action
+        self.await_earlier(entry)
         entry.start = self.now()
         if isinstance(action, Timer):
             self.pending[entry.rank].set_under_way(entry)
             due_s = time.perf_counter() + action.delay_s
-            heappush(self._timers, (due_s, next(self._timer_number), entry))
+            self._call_at(due_s, partial(self.end, entry))
         elif isinstance(action, Compute):
-            self.end(entry, self.ops[action.op](self.context(entry.rank), action))
+            data = self._compute(entry, action)
+            self.end(entry, data)
         else:
             if isinstance(action, Mark):
                 self._mark(action)
@@ -228,6 +253,27 @@ class RealWorld(ABC):
                 self.context(entry.rank).free(action)
             self.end(entry)
 
+    def _compute(self, entry: Entry, action: Compute) -> Mapping[str, Any] | None:
+        data = self.ops[action.op](self.context(entry.rank), action)
+        if self.interference is not None:
+            self.interference.after_compute(entry)
+        return data
+
+    def is_held(self, entry: Entry) -> bool:
+        """Whether a fault keeps a ready entry from starting now; then it is queued again later."""
+        if self.interference is None:
+            return False
+        until_s = self.interference.hold_s(entry)
+        if until_s <= 0:
+            return False
+        if until_s < inf:
+            retry = partial(self.pending[entry.rank].requeue, entry)
+            self._call_at(time.perf_counter() + until_s, retry)
+        return True
+
+    def _call_at(self, due_s: float, call: Callable[[], None]) -> None:
+        heappush(self._timers, (due_s, next(self._timer_number), call))
+
     def _mark(self, action: Mark) -> None:
         if action.name == COMMIT_MARK:
             self._num_commits = max(self._num_commits, int(action.value))
@@ -236,7 +282,7 @@ class RealWorld(ABC):
 
     def _end_timers(self) -> None:
         while self._timers and self._timers[0][0] <= time.perf_counter():
-            self.end(heappop(self._timers)[2])
+            heappop(self._timers)[2]()
 
     def _require_legal(self, actions: Sequence[Action]) -> None:
         for action in actions:
@@ -254,14 +300,12 @@ class RealWorld(ABC):
 
 
 def _is_for(action: Action, rank: int) -> bool:
-    """Whether a decided action is carried out by `rank` (`SCOPE`: by the scope as a whole)."""
+    """Whether a decided action is carried out by `rank`."""
     if action.ranks:
         return rank in action.ranks
-    if isinstance(action, Timer):
-        return rank == SCOPE
     if isinstance(action, Collective) and action.members:
         return rank in action.members
-    return rank != SCOPE
+    return True
 
 
 def describe_open(pending: Mapping[int, Pending], num_ranks: int = 8) -> str:

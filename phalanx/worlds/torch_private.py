@@ -117,7 +117,7 @@ def batch_p2p_of(group_class: type[ProcessGroup]) -> None:
         group = operations[0].group if operations else None
         group = group or dist.group.WORLD
         device = operations[0].tensor.device if operations else None
-        if not isinstance(group, group_class) or not _coalesces(group, device):
+        if not isinstance(group, group_class) or not coalesces(group, device):
             return original(operations)
         distributed_c10d._check_p2p_op_list(operations)
         with distributed_c10d._coalescing_manager(group, device, async_ops=True) as batch:
@@ -131,5 +131,6 @@ def batch_p2p_of(group_class: type[ProcessGroup]) -> None:
     dist.batch_isend_irecv = batch_isend_irecv
 
 
-def _coalesces(group: ProcessGroup, device: torch.device) -> bool:
+def coalesces(group: ProcessGroup, device: torch.device) -> bool:
+    """Whether the group can issue several operations as one (NCCL can, gloo needs not to)."""
     return group._get_backend(device).supports_coalescing

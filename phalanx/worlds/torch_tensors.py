@@ -11,6 +11,7 @@ from phalanx.action import Collective, Compute, Free, Move, Recv, Send
 from phalanx.errors import WorldError, nearest_names
 from phalanx.mesh import Mesh
 
+IN_PLACE = ("all_reduce", "broadcast")  # without `into` they write to the tensor itself
 Op = Callable[["RankContext", Compute], Mapping[str, Any] | None]
 
 
@@ -105,10 +106,11 @@ class RankContext:
         tensor = self.get(action.tensor)
         whole = tensor.nbytes * (size if action.collective == "all_gather" else 1)
         self.require_size(action, whole)
-        splits = action.collective in ("reduce_scatter", "all_to_all")
-        if splits and (tensor.ndim == 0 or tensor.shape[0] % size):
+        parts = {"reduce_scatter": size, "all_to_all": size, "all_gather": 1}
+        divisor = parts.get(action.collective, 0)
+        if divisor and (tensor.ndim == 0 or tensor.shape[0] % divisor):
             where = f"rank {self.rank}: {action.label or action.operator}"
-            rule = f"the first dimension of {action.tensor} must be a multiple of {size}"
+            rule = f"the first dimension of {action.tensor} must be a multiple of {divisor}"
             raise WorldError("world/size", where, tuple(tensor.shape), rule)
         return tensor
 

@@ -61,7 +61,12 @@ def ring(size: int, num_rounds: int = 2) -> Program:
                 after=(f"fold{n - 1}" if n else "fill",),
             )
             recv = Recv(
-                **message, peer=before, tensor=f"x:{before}", lane="recv:cp", label=f"recv{n}"
+                **message,
+                peer=before,
+                tensor=f"x:{before}",
+                lane="recv:cp",
+                label=f"recv{n}",
+                after=(f"fold{n - 1}",) if n else (),  # which still reads what came last
             )
             both = (send.label, recv.label)
             actions += [send, recv, Compute(op="fold", label=f"fold{n}", after=both, item=n)]
@@ -75,6 +80,7 @@ def pipeline(num_items: int = 3) -> Program:
     for item in range(num_items):
         message = {"axis": "pp", "tensor": f"act:0.{item}", "payload_bytes": MESSAGE_BYTES}
         first += [
+            Alloc(tensor=f"act:0.{item}", num_bytes=MESSAGE_BYTES),
             Compute(op="stage", label=f"0F{item}", stage=0, item=item, phase="F"),
             Send(**message, peer=1, lane="send:pp", label=f"0SEND{item}", after=(f"0F{item}",)),
             Free(tensor=f"act:0.{item}", after=(f"0SEND{item}",), lane="free"),
@@ -106,7 +112,7 @@ def reduce(size: int) -> Program:
         )
     )
     actions = [
-        Alloc(tensor="full", num_bytes=whole),
+        Alloc(tensor="scratch", num_bytes=whole),
         Compute(op="fill", label="fill", num_tokens=size),
         scatter,
         gather,
@@ -118,6 +124,7 @@ def reduce(size: int) -> Program:
         Collective(**group, collective="barrier", label="barrier"),
         Move(tensor="full", source="device", target="host", payload_bytes=whole,
              lane="copy", after=("total",)),
+        Free(tensor="scratch", lane="free", after=("total",)),
         Mark(name="finished", lane="control", after=("barrier",)),
     ]  # fmt: skip
     return Program.alike(Mesh(dp=size), actions)

@@ -59,7 +59,7 @@ def test_trace_holds_every_action_in_order_of_issue():
     names = [(action.operator, action.label) for action in program.of(0)]
     assert trace.source == "measured"
     assert trace.log(0) == names * 2 and trace.log(1) == names * 2
-    reduced = trace.where(rank=1, step=1, operator="all_reduce")
+    reduced = trace.where(rank=1, step=2, operator="all_reduce")
     assert reduced.column("wire_bytes").tolist() == reduced.column("payload_bytes").tolist()
     assert (trace.column("dur_s") >= 0).all()
 
@@ -121,7 +121,7 @@ class Chain(React):
                 actions.append(Compute(op="vote", label=label, item=event.item, ranks=(1,)))
             elif event.kind == "done":
                 actions.append(Timer(delay_s=0.001, label=f"timer{event.item}", item=event.item))
-            elif event.kind == "timer" and event.rank == -1:
+            elif event.kind == "timer" and event.rank == 0:
                 actions.append(Mark(name="commit", value=event.item))
         self.log = state
         return actions
@@ -136,5 +136,5 @@ def test_policies_hear_of_steps_decided_actions_and_timers():
     kinds = [(kind, item) for kind, _, item, _, _ in policy.log]
     assert kinds.count(("step", 1)) == kinds.count(("step", 2)) == 1
     assert ("done", "vote1", 1, {"yes": True}, 0) in policy.log
-    assert kinds[0] == ("start", -1) and kinds.count(("timer", 2)) == 1  # one for the scope
+    assert kinds[0] == ("start", -1) and kinds.count(("timer", 2)) == 2  # one per rank
     assert world.view("job").step == 2
