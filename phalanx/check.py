@@ -101,7 +101,7 @@ def _serial_order(template: Template, rank: int) -> list[Action]:
             _name(template.actions[template.which[entry]]) for entry in _cycle(template, stuck)
         ]
         rule = "actions wait for one another (list order within a lane counts as waiting)"
-        shown = " -> ".join([*names, names[0]])
+        shown = " waits for ".join([*names, names[0]])
         raise CheckError("check/cycle", f"rank {rank}", names[0], rule, detail=f"  {shown}")
     return order
 
