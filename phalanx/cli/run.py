@@ -1,0 +1,45 @@
+"""`phalanx run`: the whole way on this machine, from a job file to a report."""
+
+from __future__ import annotations
+
+import sys
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from phalanx.cli.job import FLAGS, JobFile
+from phalanx.cli.output import JsonFile, emit, progress, show_report, versioned, write
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb."""
+    app.command("run", context_settings=FLAGS)(run)
+
+
+def run(
+    context: typer.Context,
+    job: JobFile,
+    folder: Annotated[str, typer.Option("--folder", help="Run folder (runs/JOB-TIME).")] = "",
+    check: Annotated[bool, typer.Option("--check", help="Exit 1 on a missed gate.")] = False,
+    json_file: JsonFile = "",
+) -> None:
+    """Plan, train, export, serve and report a job; --section.key VALUE overrides the file."""
+    from phalanx.engines.whole.run import run_job
+    from phalanx.job import load_job, parse_flags
+
+    resolved = load_job(job, parse_flags(context.args))
+    stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
+    target = Path(folder or f"runs/{resolved.name}-{stamp}")
+    result = run_job(resolved, target, progress, live=sys.stderr.isatty())
+    document = versioned("run", folder=str(target), report=result.report.to_dict())
+
+    def show() -> None:
+        show_report(result.report)
+        write(f"\n{target}/report.md, report.json, loss.png, trace.perfetto.json\n")
+        write(f"serve it: phalanx serve {target}/export\n")
+
+    emit(document, json_file, show)
+    if check and result.report.missed:
+        raise typer.Exit(1)

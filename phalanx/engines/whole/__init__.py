@@ -1,0 +1,1 @@
+"""The whole way: calibrate -> plan -> train -> export -> serve -> load test -> report."""
