@@ -14,7 +14,7 @@ import numpy as np
 from phalanx.data.cached import cache_folder, cached_file, cached_folder, content_key
 from phalanx.data.samples import Audit, Sample, Samples
 from phalanx.data.sources import Example, content_hash, read_examples
-from phalanx.data.tokenise import Encoded, TextTokenizer, train_tokenizer
+from phalanx.data.tokenise import Encoded, TextTokenizer, tokenizer_hash, train_tokenizer
 from phalanx.errors import JobError, nearest_names
 
 FORMAT_VERSION = 1
@@ -57,7 +57,7 @@ class DataSettings:
 
 @dataclass(frozen=True)
 class Prepared:
-    """Training and held-out samples with their account; `prompts` are held-out beginnings.
+    """Training and held-out samples with their account.
 
     Attributes:
         path: the file they were read from.
@@ -72,15 +72,16 @@ class Prepared:
 def prepare(settings: DataSettings, tokenizer_folder: str | Path) -> Prepared:
     """The samples of a source, from the cache if they were prepared before.
 
+    The tokenizer, which may take hundreds of megabytes, is built only to write a new file.
+
     Raises:
         JobError: `data/empty` when nothing can be learnt from what is left, `data/row` for a row
             that is too long (too_long = "error") or cannot be rendered.
     """
-    tokenizer = TextTokenizer(tokenizer_folder)
-    made_of = (asdict(settings), content_hash(settings.source), tokenizer.content_hash())
+    made_of = (asdict(settings), content_hash(settings.source), tokenizer_hash(tokenizer_folder))
     key = content_key(FORMAT_VERSION, *made_of)
     path = cache_folder("data") / f"{key}.npz"
-    return read_prepared(cached_file(path, lambda new: _write(new, settings, tokenizer)))
+    return read_prepared(cached_file(path, lambda new: _write(new, settings, tokenizer_folder)))
 
 
 def read_prepared(path: str | Path) -> Prepared:
@@ -109,8 +110,8 @@ def small_tokenizer(source: str, vocab_size: int) -> Path:
     return cached_folder(cache_folder("tokenizers") / key, fill)
 
 
-def _write(path: Path, settings: DataSettings, tokenizer: TextTokenizer) -> None:
-    kept, audit = _collect(settings, tokenizer)
+def _write(path: Path, settings: DataSettings, tokenizer_folder: str | Path) -> None:
+    kept, audit = _collect(settings, TextTokenizer(tokenizer_folder))
     train, held_out = _split(kept, settings)
     arrays: dict[str, np.ndarray] = {}
     for part, samples in (("train", Samples.of(train)), ("held_out", Samples.of(held_out))):

@@ -35,6 +35,21 @@ class Encoded:
     ends: tuple[int, ...]
 
 
+def tokenizer_hash(folder: str | Path) -> str:
+    """Hash of everything that decides how text becomes tokens, without building the tokenizer."""
+    template = ChatTemplate.from_folder(folder)
+    digest = hashlib.sha256(_require_tokenizer(folder).read_bytes())
+    digest.update(json.dumps([template.source, template.tokens]).encode())
+    return digest.hexdigest()
+
+
+def _require_tokenizer(folder: str | Path) -> Path:
+    path = Path(folder) / "tokenizer.json"
+    if not path.is_file():
+        raise JobError("job/not-found", "model folder", folder, "has no tokenizer.json")
+    return path
+
+
 class TextTokenizer:
     """`tokenizer.json` with its chat template.
 
@@ -46,13 +61,8 @@ class TextTokenizer:
     """
 
     def __init__(self, folder: str | Path) -> None:
-        self.folder = Path(folder)
-        path = self.folder / "tokenizer.json"
-        if not path.is_file():
-            rule = "has no tokenizer.json"
-            raise JobError("job/not-found", "model folder", self.folder, rule)
-        self._tokenizer = Tokenizer.from_file(str(path))
-        self.template = ChatTemplate.from_folder(self.folder)
+        self._tokenizer = Tokenizer.from_file(str(_require_tokenizer(folder)))
+        self.template = ChatTemplate.from_folder(folder)
         added = self._tokenizer.get_added_tokens_decoder()
         self._special = frozenset(index for index, token in added.items() if token.special)
 
@@ -65,12 +75,6 @@ class TextTokenizer:
         """Id of "bos_token", "eos_token" or "pad_token"; None when there is none."""
         text = self.template.tokens.get(key, "")
         return self._tokenizer.token_to_id(text) if text else None
-
-    def content_hash(self) -> str:
-        """Hash of everything that decides how text becomes tokens."""
-        digest = hashlib.sha256((self.folder / "tokenizer.json").read_bytes())
-        digest.update(json.dumps([self.template.source, self.template.tokens]).encode())
-        return digest.hexdigest()
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text as it stands: nothing is added."""

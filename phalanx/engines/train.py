@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
+from itertools import islice
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -23,6 +24,7 @@ from typing import Any
 from phalanx.cost.training import counted_weight
 from phalanx.data.batches import SampleStream, StepBatch, step_batch, whole_pass
 from phalanx.data.prepare import DataSettings, Prepared, prepare
+from phalanx.data.samples import Sample
 from phalanx.data.tokenise import TextTokenizer
 from phalanx.engines.evaluate import greedy, held_out_loss
 from phalanx.engines.metrics import MetricsFile, StepTrace, write_traces
@@ -57,11 +59,12 @@ def train(
         job: resolved job; the global batch, the learning rate and the data are its.
         plan: made for this machine.
         folder: run folder, shared by all processes; rank 0 writes.
-        on_event: called on rank 0 with {"kind": "start" | "evaluate" | "step" | "sample" | "done",
-            ...}: numbers as in `metrics.jsonl`.
+        on_event: called on rank 0 with {"kind": "log" | "evaluate" | "step" | "done", ...}; numbers
+            as in `metrics.jsonl`.
 
     Returns:
-        The same result on every rank; also written to `train.json`.
+        The result, the same on every rank but for `samples`, which rank 0 has; it also writes
+        `train.json`.
 
     Raises:
         WorldError: `world/failed` when the loss is no longer finite.
@@ -95,7 +98,7 @@ class _Run:
     def go(self) -> TrainResult:
         """Data, model, evaluation, steps, evaluation, export."""
         with self._timed("data"):
-            self.source, self.data, self.tokenizer = self._prepare()
+            self.source, self.data = self._prepare()
         with self._timed("load"):
             self.model = build_model(self.job, self.role, self.source, self.process)
         self._prepare_steps()
@@ -105,10 +108,6 @@ class _Run:
         self._train()
         peak_bytes = self.process.sum(self.memory.peak_bytes())
         after = self._samples()
-        samples = [
-            {"prompt": prompt, "before": old, "after": new}
-            for (prompt, old), (_, new) in zip(before, after)
-        ]
         with self._timed("export"):
             exported = export(self.model, self.source, self.folder, self.process, self.job)
             trace = write_traces(
@@ -132,7 +131,7 @@ class _Run:
             peak_bytes=peak_bytes,
             baseline_bytes=self.process.sum(self.memory.baseline_bytes),
             seconds=self.seconds,
-            samples=samples,
+            samples=self._as_text(before, after) if self.process.leads else (),
             audit=asdict(self.data.audit),
             metrics="metrics.jsonl",
             trace=trace.name,
@@ -149,7 +148,7 @@ class _Run:
         yield
         self.seconds[what] = self.seconds.get(what, 0.0) + perf_counter() - start_s
 
-    def _prepare(self) -> tuple[ModelSource, Prepared, TextTokenizer]:
+    def _prepare(self) -> tuple[ModelSource, Prepared]:
         data = self.job.data
         settings = DataSettings(
             source=data.source,
@@ -163,8 +162,7 @@ class _Run:
             source = model_source(self.job, log=self._log)
             return source, prepare(settings, source.tokenizer_folder)
 
-        source, prepared = self.process.leader_first(make)
-        return source, prepared, TextTokenizer(source.tokenizer_folder)
+        return self.process.leader_first(make)
 
     def _log(self, text: str) -> None:
         self._notify({"kind": "log", "text": text})
@@ -259,26 +257,37 @@ class _Run:
         self.metrics.write(**values, counted_tokens=batch.num_counted_global)
         self._notify(values)
 
-    def _samples(self) -> list[tuple[str, str]]:
-        """Held-out prompts with what the model says to them now."""
+    def _samples(self) -> list[list[int]]:
+        """Greedy answers to some held-out prompts, as tokens."""
         with self._timed("sample"):
-            held_out = [self.data.held_out[at] for at in range(len(self.data.held_out))]
-            chats = [each for each in held_out if each.counted[1:].argmax() > 1][:NUM_SAMPLES]
-            prompts = [each.tokens[: each.counted.argmax()].tolist() for each in chats]
-            end = self.tokenizer.token_id("eos_token")
-            ends = {*self.source.config.eos_tokens, *([end] if end is not None else [])}
-            answers = greedy(
+            chats = self._chats()
+            # the last target of a conversation ends a turn
+            ends = {int(each.tokens[each.counted][-1]) for each in chats}
+            return greedy(
                 self.model,
-                prompts,
+                [each.tokens[: each.counted.argmax()].tolist() for each in chats],
                 max_new_tokens=SAMPLE_TOKENS,
-                end_tokens=sorted(ends),
+                end_tokens=[*self.source.config.eos_tokens, *ends],
                 device=self.process.device,
             )
-        decode = self.tokenizer.decode
-        found = [(decode(prompt), decode(answer)) for prompt, answer in zip(prompts, answers)]
-        for prompt, answer in found:
-            self._notify({"kind": "sample", "prompt": prompt, "answer": answer})
-        return found
+
+    def _chats(self) -> list[Sample]:
+        """The first held-out rows that begin with something to answer."""
+        held_out = (self.data.held_out[at] for at in range(len(self.data.held_out)))
+        chats = (each for each in held_out if each.counted[1:].argmax() > 0)
+        return list(islice(chats, NUM_SAMPLES))
+
+    def _as_text(self, before: list[list[int]], after: list[list[int]]) -> list[dict[str, str]]:
+        """Samples as text. Only now is the tokenizer built: it takes hundreds of megabytes."""
+        decode = TextTokenizer(self.source.tokenizer_folder).decode
+        return [
+            {
+                "prompt": decode(chat.tokens[: chat.counted.argmax()].tolist()),
+                "before": decode(old),
+                "after": decode(new),
+            }
+            for chat, old, new in zip(self._chats(), before, after)
+        ]
 
 
 def read_run(folder: str | Path) -> tuple[Job, Plan]:
