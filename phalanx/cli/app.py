@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Sequence
 from importlib import import_module
 from pkgutil import iter_modules
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -107,8 +107,8 @@ def run(argv: Sequence[str] | None = None) -> int:
         return _BUG
 
 
-def _usage_sentence(error: Exception, words: Sequence[str]) -> str:
-    message = error.format_message().rstrip(".")  # pyright: ignore[reportAttributeAccessIssue]
+def _usage_sentence(error: Any, words: Sequence[str]) -> str:
+    message = error.format_message().rstrip(".")
     if "--json" in message and "argument" in message:
         message += "; it needs a file name, '-' for standard output"
     context = getattr(error, "ctx", None)

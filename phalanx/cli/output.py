@@ -13,7 +13,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -181,7 +181,7 @@ def _rich_table(
         box=SIMPLE_HEAD, title=title or None, title_justify="left", pad_edge=False, show_edge=False
     )
     for name, at_right, width in zip(header, right, widths):
-        justify = "right" if at_right else "left"
+        justify: Literal["left", "right"] = "right" if at_right else "left"
         grid.add_column(name, justify=justify, overflow="fold", no_wrap=width <= _WHOLE)
     for line in lines:
         grid.add_row(*line)
