@@ -18,6 +18,7 @@ loaded programs from 1, or where there is none, the steps committed.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -187,8 +188,8 @@ class SimWorld:
             peaks.setdefault(memory, {})[str(rank)] = peak
         notes: dict[str, Any] = {"peak_bytes": peaks}
         if self._folded:
-            players = self._engine.matcher.player.tolist()
-            notes["ranks_played"] = {str(rank): players.count(rank) for rank in self.ranks}
+            played = Counter(self._engine.matcher.player.tolist())
+            notes["ranks_played"] = {str(rank): played[rank] for rank in self.ranks}
         return build_trace(self._engine, self.job, notes)
 
     def peak_bytes(self, memory: str = "device") -> dict[int, float]:

@@ -163,7 +163,19 @@ class Faults:
                 table.succ[entry] = None
             if self.engine.memory is not None:
                 self.engine.memory.clear(rank)
+            self._pass_on_notices(rank)
             self.engine.at(self.engine.now_s + self.script.detect_s, partial(self._leave, rank))
+
+    def _pass_on_notices(self, rank: int) -> None:
+        """Another rank announces the ends of steps in place of a dead one."""
+        table, loader = self.engine.table, self.engine.loader
+        alive = [each for each in range(self.engine.mesh.size) if each not in self.dead]
+        for notice in list(loader.step_notices):
+            if table.rank[notice] == rank and table.succ[notice] is not None:
+                table.succ[notice] = None
+                table.waits[notice] += _LOST
+                fresh = loader.announce_step(table.step[notice], alive)
+                self.engine.at(self.engine.now_s, partial(self.engine.release, fresh))
 
     def _cut(self, entry: int) -> None:
         """A running entry and its partners will never end."""

@@ -22,6 +22,7 @@ class Loader:
 
     Attributes:
         entries_of: rank -> its entries, in order of issue.
+        step_notices: entries that announce the end of a loaded step.
     """
 
     def __init__(
@@ -30,8 +31,11 @@ class Loader:
         self._table, self._matcher, self._cost = table, matcher, cost
         self._pair_channels = pair_channels
         self.entries_of: dict[int, list[range]] = {}
+        self.step_notices: list[int] = []
+        self._lists_of_step: dict[int, dict[int, range]] = {}
         self._tails: dict[int, dict[Queue, int]] = {}
         self._labels: dict[int, list[tuple[int, dict[str, int]]]] = {}
+        self._decided_labels: dict[int, dict[str, int]] = {}
 
     def local_s(self, action: Action, rank: int) -> float:
         """Duration of an action that needs nobody else (0 for the others, until they meet)."""
@@ -59,6 +63,7 @@ class Loader:
             of_list.setdefault(program.list_of_rank[rank], []).append(rank)
         lists = {index: self._compile(program, index, alike) for index, alike in of_list.items()}
         roots = []
+        spans = self._lists_of_step.setdefault(step, {})
         for rank in ranks:
             template, which, keys, prices = lists[program.list_of_rank[rank]]
             price_class = self._cost.rank_class(rank)
@@ -68,16 +73,24 @@ class Loader:
             self._follow_earlier(template, rank, base)
             self._labels.setdefault(rank, []).append((base, template.labels))
             roots += self._join(template, rank, base)
-            if rank == ranks[0]:
-                roots.append(self._table.add_step_notice(base, rank, step))
-        return roots
+            spans[rank] = range(base, len(self._table))
+        return roots + self.announce_step(step, ranks[:1])
 
     def _compile(
         self, program: Program, index: int, ranks: Sequence[int]
     ) -> tuple[Template, list[int], Iterator[list[int]], dict[Hashable, list[float]]]:
+        """A list, its actions in the table, the keys of each rank, and prices by class to fill."""
         template = compile_list(program.lists[index], pair_channels=self._pair_channels)
         which = self._table.add_actions(template)
         return template, which, iter(self._matcher.keys(template, ranks)), {}
+
+    def announce_step(self, step: int, ranks: Sequence[int]) -> list[int]:
+        """A notice for the end of a loaded step on the first of `ranks` that runs it."""
+        lists = self._lists_of_step[step]
+        chosen = [rank for rank in ranks if rank in lists][:1]
+        notices = [self._table.add_step_notice(lists[rank], rank, step) for rank in chosen]
+        self.step_notices += notices
+        return notices
 
     def add_actions(self, actions: Sequence[Action], ranks: Sequence[int], step: int) -> list[int]:
         """Queue decided actions on each of `ranks`, with a notice for every label.
@@ -138,6 +151,7 @@ class Loader:
     def _name(self, template: Template, rank: int, base: int) -> None:
         """Make labels known; decided actions share one dictionary per rank between programs."""
         known = self._labels.setdefault(rank, [])
-        if not known or known[-1][0] != 0:
-            known.append((0, {}))
+        if not known or known[-1][1] is not self._decided_labels.get(rank):
+            self._decided_labels[rank] = {}
+            known.append((0, self._decided_labels[rank]))
         known[-1][1].update({label: base + at for label, at in template.labels.items()})

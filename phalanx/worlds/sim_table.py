@@ -235,10 +235,10 @@ class Table:
         self.succ.append(())
         return len(self.which) - 1
 
-    def add_step_notice(self, base: int, rank: int, step: int) -> int:
-        """An entry that waits for all entries from `base` on: `rank` has ended its list."""
+    def add_step_notice(self, span: range, rank: int, step: int) -> int:
+        """An entry that waits for all entries of a list: `rank` has ended this step."""
         notice = self.add_entry(which=-1, kind=STEP, rank=rank, step=step)
-        for entry in range(base, notice):
+        for entry in span:
             if not self.succ[entry] and self.kind[entry] != NOTIFY:
                 self.after(entry, notice)
         return notice

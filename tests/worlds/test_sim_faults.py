@@ -119,6 +119,14 @@ def test_a_rank_may_die_when_its_work_is_done():
     assert ends(trace, 0) == {"w": 3.0} and ends(trace, 1) == {"w": 1.0}
 
 
+@pytest.mark.parametrize("killed_s", [0.0, 0.5, 1.0, 1.5])
+def test_steps_go_on_when_the_rank_that_announces_them_dies(killed_s: float):
+    kill = Fault(kind="kill", ranks=(0,), at_s=killed_s)
+    trace = play([kill], [Compute(op="a")], [Compute(op="b")], num_steps=3)
+    assert trace.where(rank=1).columns["step"].tolist() == [1, 2, 3]
+    assert trace.where(rank=1).columns["start_s"].tolist() == [0.0, 2.0, 4.0]
+
+
 def test_faults_by_step_strike_before_the_first_action_of_the_step():
     pause = Fault(kind="pause", ranks=(1,), at_step=2, duration_s=10.0)
     trace = play([pause], [Compute(op="a")], [Compute(op="a")], num_steps=3)

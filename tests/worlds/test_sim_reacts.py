@@ -95,6 +95,19 @@ def test_after_finds_the_latest_action_of_a_label():
     assert (4.0, "done", 0, "end") in policy.heard, "3 s of slow and of the second x, then 1 s"
 
 
+def test_labels_of_decisions_do_not_leak_into_programs():
+    """Ranks share a compiled list; what one of them decides later has no place in it."""
+    policy = Scripted(answer=at_start(Compute(op="a", label="mine", ranks=(0,))))
+    world = SimWorld(Mesh(dp=2), COST)
+    program = Program.alike(world.mesh, [Compute(op="c", label="planned")])
+    world.load(program)
+    world.next_events()
+    world.issue(policy.answer([Event(kind="start", time_s=0.0)], world.view("job")))
+    world.issue([Compute(op="b", label="x", lane="y", after=("planned",))])
+    with pytest.raises(CheckError):
+        world.issue([Compute(op="b", after=("mine",), ranks=(1,))])
+
+
 def test_an_unknown_label_is_named_with_near_ones():
     policy = Scripted(
         answer=at_start(Compute(op="a", label="grad"), Compute(op="a", after=("gard",)))
