@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -34,12 +35,21 @@ COMPANION_FILES = (
 )
 
 
+@contextmanager
+def _opened(path: Path) -> Iterator[safe_open]:
+    try:
+        with safe_open(path, "pt") as reader:
+            yield reader
+    except SafetensorError as error:
+        raise JobError("model/tensor", str(path), None, f"cannot be read: {error}") from error
+
+
 def weight_files(folder: str | Path) -> dict[str, Path]:
     """Tensor name -> the safetensors file that holds it.
 
     Raises:
         JobError: `job/not-found` for a folder without safetensors or an index that names a file
-            which is not there.
+            which is not there, `model/tensor` for a damaged file.
     """
     folder = Path(folder)
     index = folder / INDEX
@@ -49,7 +59,7 @@ def weight_files(folder: str | Path) -> dict[str, Path]:
             if not path.is_file():
                 raise JobError("job/not-found", str(index), path.name, "names an absent file")
         return files
-    shards = sorted(folder.glob("*.safetensors"))
+    shards = sorted(folder.glob("model*.safetensors"))
     if not shards:
         near = sorted({str(path.parent) for path in folder.glob("*/*.safetensors")})[:3]
         raise JobError(
@@ -57,7 +67,7 @@ def weight_files(folder: str | Path) -> dict[str, Path]:
         )
     files = {}
     for shard in shards:
-        with safe_open(shard, "pt") as reader:
+        with _opened(shard) as reader:
             files |= dict.fromkeys(reader.keys(), shard)
     return files
 
@@ -81,7 +91,7 @@ def read_tensors(
             rule = "is not among the stored tensors"
             raise JobError("model/tensor", str(folder), name, rule, legal=legal)
     for path in dict.fromkeys(files[name] for name in wanted):
-        with safe_open(path, "pt") as reader:
+        with _opened(path) as reader:
             for name in wanted:
                 if files[name] == path:
                     yield name, reader.get_tensor(name)

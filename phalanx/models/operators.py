@@ -172,13 +172,14 @@ class _Builder:
         q, kv = kind.num_heads * kind.head_dim, kind.num_kv_heads * kind.head_dim
         product = 2.0 * q * visible_keys(self.document_tokens, kind.window)
         kept = layer >= self.kept_from
+        peaks = self._width(kind.num_heads) if self.itemsize < 4 else 0.0
         return Operator(
             name=name,
             layer=layer,
             op="attention",
             flops_per_token=2 * product,
             backward_flops_per_token=5 * product if kept else 0.0,
-            saved_bytes_per_token=self._width(q + 2 * kv) if kept else 0.0,
+            saved_bytes_per_token=self._width(q + 2 * kv) + peaks if kept else 0.0,
             out_bytes_per_token=self._width(q),
         )
 

@@ -115,8 +115,9 @@ def causal_attention(
     """Attention of the last S of the T tokens of one document, [S, H, C].
 
     Blocks of queries meet all the keys that they see, so the largest temporary is
-    H x block x T and the masked half of the scores is not computed. Scores are rounded to the dtype
-    of q before the softmax, which is computed in float32. No second derivative.
+    H x block x T and the masked half of the scores is not computed. In 16-bit dtypes scores are
+    rounded relative to the largest of their row, so those that matter keep their digits; the
+    softmax is computed in float32. No second derivative.
     """
     return _BlockedAttention.apply(q_SHC, k_TKC, v_TKC, scale, window)
 
@@ -133,9 +134,7 @@ class _Block:
 
     def mask_(self, scores_KRT: Tensor) -> Tensor:
         """Set what a query must not see to -inf, in place; rows are (query heads of a group, S)."""
-        num_queries, num_keys = self.end - self.start, self.last - self.first
-        shape = (-1, self.end - self.start)
-        per_query = scores_KRT.unflatten(1, shape)
+        per_query = scores_KRT.unflatten(1, (-1, self.end - self.start))
         num_queries, num_keys = per_query.shape[2:]
         if num_queries > 1:
             later = _upper_triangle(num_queries, num_queries, 1, scores_KRT.device)
@@ -168,21 +167,28 @@ class _BlockedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q_SHC, k_TKC, v_TKC, scale, window):
-        ctx.save_for_backward(q_SHC, k_TKC, v_TKC)
-        ctx.scale, ctx.window = scale, window
         out_SHC = torch.empty_like(q_SHC)
+        peaks_SH1 = None
+        if q_SHC.element_size() < 4:
+            peaks_SH1 = torch.empty_like(q_SHC[..., :1], memory_format=torch.contiguous_format)
         k_KCT, v_KTC = k_TKC.permute(1, 2, 0), v_TKC.transpose(0, 1)
         for block in _blocks(q_SHC.shape[0], k_TKC.shape[0], window):
-            keys = slice(block.first, block.last)
-            q_KRC = _by_group(q_SHC[block.start : block.end], k_TKC.shape[1])
-            p_KRT = _probabilities(q_KRC, k_KCT[..., keys], block, scale)
-            out_SHC[block.start : block.end] = _by_row(p_KRT @ v_KTC[:, keys], block)
+            rows, keys = slice(block.start, block.end), slice(block.first, block.last)
+            q_KRC = _by_group(q_SHC[rows] * scale, k_TKC.shape[1])
+            peak_KR1 = None
+            if peaks_SH1 is not None:
+                peak_KR1 = _row_peaks(q_KRC, k_KCT[..., keys], block)
+                peaks_SH1[rows] = _by_row(peak_KR1, block)
+            p_KRT = _probabilities(q_KRC, k_KCT[..., keys], peak_KR1, block)
+            out_SHC[rows] = _by_row(p_KRT @ v_KTC[:, keys], block)
+        ctx.save_for_backward(q_SHC, k_TKC, v_TKC, peaks_SH1)
+        ctx.scale, ctx.window = scale, window
         return out_SHC
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_SHC):
-        q_SHC, k_TKC, v_TKC = ctx.saved_tensors
+        q_SHC, k_TKC, v_TKC, peaks_SH1 = ctx.saved_tensors
         num_groups, wide = k_TKC.shape[1], torch.promote_types(q_SHC.dtype, torch.float32)
         k_KTC, v_KTC = k_TKC.transpose(0, 1), v_TKC.transpose(0, 1)
         grad_q_SHC = torch.empty_like(q_SHC)
@@ -190,9 +196,10 @@ class _BlockedAttention(torch.autograd.Function):
         grad_v_KTC = torch.zeros_like(v_KTC, dtype=wide)
         for block in _blocks(q_SHC.shape[0], k_TKC.shape[0], ctx.window):
             rows, keys = slice(block.start, block.end), slice(block.first, block.last)
-            q_KRC = _by_group(q_SHC[rows], num_groups)
+            q_KRC = _by_group(q_SHC[rows] * ctx.scale, num_groups)
             grad_KRC = _by_group(grad_SHC[rows], num_groups)
-            p_KRT = _probabilities(q_KRC, k_KTC[:, keys].mT, block, ctx.scale)
+            peak_KR1 = None if peaks_SH1 is None else _by_group(peaks_SH1[rows], num_groups)
+            p_KRT = _probabilities(q_KRC, k_KTC[:, keys].mT, peak_KR1, block)
             grad_v_KTC[:, keys] += p_KRT.mT @ grad_KRC
             grad_p_KRT = grad_KRC @ v_KTC[:, keys].mT
             grad_s_KRT = torch._softmax_backward_data(grad_p_KRT, p_KRT, -1, p_KRT.dtype)
@@ -200,7 +207,7 @@ class _BlockedAttention(torch.autograd.Function):
             grad_k_KTC[:, keys] += grad_s_KRT.mT @ q_KRC
         return (
             grad_q_SHC.mul_(ctx.scale),
-            grad_k_KTC.mul_(ctx.scale).transpose(0, 1).to(k_TKC.dtype),
+            grad_k_KTC.transpose(0, 1).to(k_TKC.dtype),
             grad_v_KTC.transpose(0, 1).to(v_TKC.dtype),
             None,
             None,
@@ -219,6 +226,15 @@ def _by_row(x_KRC: Tensor, block: _Block) -> Tensor:
     return x_KGSC.permute(2, 0, 1, 3).flatten(1, 2)
 
 
-def _probabilities(q_KRC: Tensor, k_KCT: Tensor, block: _Block, scale: float) -> Tensor:
-    scores_KRT = torch.bmm(q_KRC * scale, k_KCT)
+def _row_peaks(q_KRC: Tensor, k_KCT: Tensor, block: _Block) -> Tensor:
+    """The largest score of each row, rounded, [K, R, 1]."""
+    return block.mask_(torch.bmm(q_KRC, k_KCT)).amax(-1, keepdim=True)
+
+
+def _probabilities(q_KRC: Tensor, k_KCT: Tensor, peak_KR1: Tensor | None, block: _Block) -> Tensor:
+    """Softmax of the scores of scaled queries; scores less `peak` are what gets rounded."""
+    if peak_KR1 is None:
+        scores_KRT = torch.bmm(q_KRC, k_KCT)
+    else:  # the product is summed with the peak in float32 before it is rounded
+        scores_KRT = torch.baddbmm(-peak_KR1, q_KRC, k_KCT)
     return block.mask_(scores_KRT).softmax(-1)

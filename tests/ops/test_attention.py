@@ -78,6 +78,19 @@ def test_bfloat16_attention_stays_within_its_rounding():
     assert (rounded.double() - exact).abs().max() < 8 * 2**-8
 
 
+def test_bfloat16_attention_keeps_the_digits_of_large_scores():
+    """Scores around 300, where bfloat16 counts in steps of 2: rounding them would cost factors of e
+    in the weights."""
+    q, k, v = (x.detach() for x in random_inputs(200, 200, 2, 1))
+    q[..., 0], k[..., 0] = 16.0, 18.0  # adds 288 to every score, exactly
+    q, k, v = (x.bfloat16() for x in (q, k, v))
+    exact = dense_attention(q.double(), k.double(), v.double(), 1.0, None)
+    ours = causal_attention(q, k, v, scale=1.0)
+    assert (ours.double() - exact).abs().max() < 8 * 2**-8
+    rounded = causal_attention(q.double(), k.double(), v.double(), scale=1.0)
+    torch.testing.assert_close(rounded, exact, rtol=1e-9, atol=1e-9)
+
+
 def test_blocked_attention_needs_no_square_temporary():
     """4,096 tokens: the largest tensor made is heads x block x keys, not keys x keys."""
     inputs = random_inputs(4096, 4096, 2, 1, torch.float32)
