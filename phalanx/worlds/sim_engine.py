@@ -61,7 +61,7 @@ class Engine:
         present: collective -> entries that have arrived.
         waiting: channel -> sends without a receive, or receives without a send.
         freed_bytes: entry of a Free -> bytes.
-        hung: entries that started but can never end, because a partner died.
+        hung: entries that started but can never end.
     """
 
     def __init__(
@@ -140,11 +140,14 @@ class Engine:
 
     def reschedule(self, entry: int, later_s: float) -> None:
         """Let an entry that has started end `later_s` later than planned (inf: never)."""
-        end_s = self.table.start_s[entry] + self.table.dur_s[entry]
-        self.calendar[end_s].remove(entry)
-        self.table.dur_s[entry] += later_s
-        if later_s < inf:
-            self.schedule(self.table.start_s[entry] + self.table.dur_s[entry], (entry,))
+        start_s, dur_s = self.table.start_s[entry], self.table.dur_s
+        self.calendar[start_s + dur_s[entry]].remove(entry)
+        if later_s == inf:
+            dur_s[entry] = self.now_s - start_s
+            self.hung.add(entry)
+        else:
+            dur_s[entry] += later_s
+            self.schedule(start_s + dur_s[entry], (entry,))
 
     def schedule(self, time_s: float, entries: Sequence[int]) -> None:
         """Entries end at `time_s`."""

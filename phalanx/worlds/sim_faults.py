@@ -36,7 +36,7 @@ class Faults:
     Attributes:
         dead: ranks that do nothing.
         lost_messages: descriptions of dropped messages.
-        stalled: entries that a partition for good keeps apart.
+        stalled: entries that met and may never start.
     """
 
     def __init__(
@@ -70,6 +70,15 @@ class Faults:
         for fault in script.faults:
             if fault.at_s is not None:
                 engine.at(fault.at_s, partial(self._strike, fault, fault.ranks))
+
+    def blame(self) -> str:
+        """What keeps live ranks waiting for ever other than a dead rank; "" for nothing."""
+        if self.lost_messages:
+            return f"a message was lost: {self.lost_messages[0]}"
+        if any(over_s == inf for _, over_s in self._cuts) and self.stalled:
+            return "a partition never heals"
+        paused = [rank for rank, until_s in self._paused.items() if until_s == inf]
+        return f"rank {paused[0]} is paused for good" if paused else ""
 
     # ---- moments ---------------------------------------------------------------------------------
 
@@ -183,8 +192,9 @@ class Faults:
         for each in self._together(entry):
             if each in engine.calendar.get(table.start_s[each] + table.dur_s[each], ()):
                 engine.reschedule(each, inf)
-            table.dur_s[each] = engine.now_s - table.start_s[each]
-            engine.hung.add(each)
+            elif each not in engine.hung:  # on a shared link
+                table.dur_s[each] = engine.now_s - table.start_s[each]
+                engine.hung.add(each)
 
     def _together(self, entry: int) -> list[int]:
         """The entries that run as one meeting with `entry`."""

@@ -16,8 +16,8 @@ _SHOWN_RANKS = 8
 def stuck_error(engine: Engine, faults: Faults | None) -> PhalanxError | None:
     """The error for entries of live ranks that will never end; None when everything has ended.
 
-    `world/dead` when a rank died, `world/timeout` when a message was lost or a partition stays,
-    else `check/deadlock`: then the program itself can never finish.
+    `world/dead` when a rank died, `world/timeout` when a message was lost, a partition or a
+    pause stays, else `check/deadlock`: then the program itself can never finish.
     """
     dead = set() if faults is None else faults.dead
     blocked = _blocked_ranks(engine, dead)
@@ -30,16 +30,13 @@ def stuck_error(engine: Engine, faults: Faults | None) -> PhalanxError | None:
     detail = "\n".join(lines)
     num_blocked = len(blocked)
     where = f"rank {blocked[0]}"
-    head = report.heads(blocked[0])[0][1]
+    head = next((name for _, name, _ in report.heads(blocked[0])), None)
     if dead:
         names = ", ".join(map(str, sorted(dead)))
         rule = f"died at or before {engine.now_s:g} s; {num_blocked} ranks still need it"
         return WorldError("world/dead", f"rank {names}", None, rule, detail=detail)
-    if faults is not None and faults.lost_messages:
-        rule = f"a message was lost: {faults.lost_messages[0]}; {num_blocked} ranks wait for ever"
-        return WorldError("world/timeout", where, head, rule, detail=detail)
-    if faults is not None and faults.stalled:
-        rule = f"a partition never heals; {num_blocked} ranks wait for ever"
+    if faults is not None and (blame := faults.blame()):
+        rule = f"{blame}; {num_blocked} ranks wait for ever"
         return WorldError("world/timeout", where, head, rule, detail=detail)
     rule = f"can never start or end; {num_blocked} ranks wait for ever"
     return CheckError("check/deadlock", where, head, rule, detail=detail)

@@ -192,6 +192,15 @@ def test_a_partition_for_good_is_told_from_a_wrong_program():
     assert caught.value.code == "world/timeout" and "never heals" in caught.value.rule
 
 
+def test_a_pause_for_good_is_told_from_a_wrong_program():
+    for at_s in (0.0, 0.5, 1.5):
+        pause = Fault(kind="pause", ranks=(1,), at_s=at_s, duration_s=inf)
+        with pytest.raises(WorldError) as caught:
+            play([pause], [Compute(op="a"), meet("x")], [Compute(op="a"), meet("x")])
+        assert caught.value.code == "world/timeout"
+        assert "rank 1 is paused for good" in caught.value.rule
+
+
 # ---- decisions ---------------------------------------------------------------------------------
 
 
