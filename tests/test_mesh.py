@@ -106,7 +106,6 @@ def test_shapes_offered_for_other_devices_have_that_many(mesh: Mesh, num_devices
     assert caught.value.legal or not mesh.names, "there is always a near shape"
 
 
-@pytest.mark.xfail(strict=True, reason="Mesh._nearest_shapes writes the axis `replicate` twice")
 def test_shapes_offered_where_replicate_is_the_last_axis_have_that_many():
     with pytest.raises(JobError) as caught:
         Mesh(pp=2, replicate=2).require_devices(3)
