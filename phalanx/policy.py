@@ -41,8 +41,9 @@ class Exchange:
         collective: kind, as in `action.COLLECTIVES`.
         phase: "F" or "B": the pass in which it happens.
         at: "before" or "after" the module's compute of that phase.
-        of: what travels: "params" (the module's, gathered), "grads" (the module's, reduced) or
-            "activations" (tokens x width of the module's input or output).
+        of: what travels: "params" (the module's, gathered), "grads" (the module's, reduced),
+            "activations" (tokens x width of the module's input or output) or "inputs" (what it kept
+            of its input in the forward pass, for the backward pass).
         when: "always"; "sharded" (only if the module is not gathered already); "last" (only with
             the last item of the step).
     """
@@ -61,7 +62,7 @@ class Rule:
     Attributes:
         pattern: shell pattern over canonical module names ("layers.*", "layers.*.mlp.down_proj").
         placement: word of the binder: "shard", "replicate" (data); "column", "row", "vocab",
-            "sequence", "gather" (tensor); "ring", "all_gather", "all_to_all" (context, expert).
+            "block", "partial" (tensor); "ring", "all_gather", "all_to_all" (context, expert).
         dim: tensor dim that is split, where the placement needs one.
         exchanges: collectives per pass, in order.
         reshard: give the gathered parameters back after the forward pass.

@@ -1,6 +1,6 @@
 """From decisions to actions: the passes that turn an Order and Specs into a Program.
 
-    order -> context -> tensor -> data -> transport
+    order -> context -> tensor -> data -> transport (-> partial gradients -> optimizer)
 
 Each pass lives in one file and walks the chunks of one list, a chunk being one `Step` of the order
 with everything that belongs to it. It is the way torch lowers UNSHARD, REDUCE_GRAD and SEND from a
@@ -12,8 +12,16 @@ Labels: compute "1F0" (grain stage), "1F0/layers.2" (unit), "1F0/layers.2.mlp" (
 activation exchange "<compute>@tp"; "gather:<unit>:F0" and "reduce:<unit>:0"; transfers as torch
 writes them, "0SEND_F3" and "1RECV_F3".
 
-Handles: "act:<stage>.<item>" leaves a stage forward, "grad:<stage>.<item>" leaves it backward,
-"<unit>/shard", "<unit>/full", "<unit>/grad" are parameters and gradients.
+Handles: "act:<stage>.<item>" leaves a stage forward ("act:-1.<item>" is the batch),
+"grad:<stage>.<item>" leaves it backward; "input:<block>.<item>" is what a block keeps of its input
+where it is gathered a second time, into ".../whole". "<unit>/shard", "<unit>/full" are parameters;
+"<unit>/grad" is the gradient, whole until its reduction and this rank's shard after it.
+
+What the exchanges ask of ops: an exchange after a block carries the block's whole output, so the
+ops add the residual to exactly one rank's part; the backward op of the model's last block makes the
+loss's gradient from the output. With `when="always"` the next backward op of a unit finds the shard
+that was reduced before and adds it to its own part of the new gradient: sums are linear, so one
+handle is enough, and that op waits for the reduction.
 """
 
 from __future__ import annotations
@@ -28,7 +36,8 @@ from phalanx.lower.activations import exchange_activations
 from phalanx.lower.chunk import Chunk, Placed
 from phalanx.lower.data import exchange_parameters
 from phalanx.lower.order import GRAINS, expand_steps
-from phalanx.lower.transport import add_transfers
+from phalanx.lower.partial import sum_partial_gradients
+from phalanx.lower.transport import add_transfers, wait_for_own_outputs
 from phalanx.mesh import Mesh
 from phalanx.policy import Order, Spec
 from phalanx.workload import StepWork, split_units
@@ -83,9 +92,11 @@ def lower(
             exchange_activations(chunks, placed, spec)
         for spec in _of_families(specs, _PARAMETER_FAMILIES):
             exchange_parameters(chunks, placed, spec)
+        wait_for_own_outputs(chunks, num_stages - 1)
         lists.append(chunks)
     add_transfers(lists, placed, rank_of_stage, pipeline_axis)
-    programs = [_finish(chunks, placed) for chunks in lists]
+    model_specs = _of_families(specs, _ACTIVATION_FAMILIES)
+    programs = [_finish(chunks, placed, model_specs) for chunks in lists]
     held = [{unit for chunk in chunks for unit in chunk.units} for chunks in lists]
     notes = {
         "local_params": tuple(sum(map(placed.local_params, units)) for units in held),
@@ -112,11 +123,16 @@ def _require_legal(mesh: Mesh, specs: Sequence[Spec], grain: str) -> None:
             raise PlanError("plan/illegal", where, spec.axis, rule, legal=mesh.names)
 
 
-def _finish(chunks: Sequence[Chunk], placed: Placed) -> list[Action]:
+def _finish(chunks: Sequence[Chunk], placed: Placed, model_specs: Sequence[Spec]) -> list[Action]:
     """The flat list, closed by the optimizer, which waits for every reduction."""
     actions = list(chain.from_iterable(chunk.actions for chunk in chunks))
+    units = dict.fromkeys(unit for chunk in chunks for unit in chunk.units)
     waits = tuple(a.label for a in actions if a.label.startswith("reduce:"))
-    elements = sum(placed.local_trainable(unit) for unit in {u for c in chunks for u in c.units})
+    computed = [a.label for a in actions if isinstance(a, Compute)][-1:]
+    last = sum_partial_gradients(units, placed, model_specs, waits or tuple(computed))
+    actions += last
+    waits += tuple(a.label for a in last)
+    elements = sum(map(placed.local_trainable, units))
     moved = elements * 4 * 7  # AdamW in fp32: reads p, g, m, v and writes p, m, v
     actions.append(
         Compute(

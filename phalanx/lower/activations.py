@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from math import ceil
 
 from phalanx.action import Action, Collective, Compute
-from phalanx.lower.chunk import SPLIT_PLACEMENTS, Chunk, Placed
-from phalanx.policy import Exchange, Spec
+from phalanx.lower.chunk import PARTIAL_PLACEMENT, SPLIT_PLACEMENTS, Chunk, Placed
+from phalanx.policy import Exchange, Spec, Step
 from phalanx.workload import Block
 
 
@@ -16,7 +17,12 @@ def exchange_activations(chunks: list[Chunk], placed: Placed, spec: Spec) -> Non
 
     Rules match "<block>.<module>" (or the block itself). The exchanges of a compute's modules come
     in module order in a forward pass and in reverse in a backward pass. A compute whose modules are
-    split does 1/degree of the work. Payload: tokens x the block's output width.
+    split (or work on a part of the tokens or heads) does 1/degree of the work. Payload: tokens x
+    the block's output width, tokens padded to equal parts where they are gathered or scattered.
+
+    The first gather of a step turns the handle that enters the step into the one that leaves it, so
+    that ops find their whole input there; of the model's last block it gathers the output, from
+    which the backward pass starts.
     """
     degree = placed.mesh.degree(spec.axis)
     if degree == 1:
@@ -31,13 +37,17 @@ def _woven(
 ) -> list[Action]:
     out: list[Action] = []
     pending: tuple[str, ...] = ()  # exchanges that the next compute must wait for
+    enters = _entering(chunk.step, placed)
     for action in chunk.actions:
         if not isinstance(action, Compute):
             out.append(action)
             continue
         inside = _blocks_of(action, placed, blocks)
-        before = _collectives(action, inside, spec, "before")
-        after = _collectives(action, inside, spec, "after")
+        before = _collectives(action, inside, spec, "before", degree)
+        after = _collectives(action, inside, spec, "after", degree)
+        if enters and before and before[0].tensor == _flow(action):
+            before[0] = replace(before[0], tensor=enters, into=_flow(action))
+        enters = ""
         share = 1.0 / degree if _is_split(inside, spec) else 1.0
         out.extend(_chain(before, pending))
         pending = (before[-1].label,) if before else pending
@@ -69,31 +79,64 @@ def _exchanges(
         for name in [block.name, *(names if phase == "F" else reversed(names))]:
             rule = spec.rule_for(name)
             for exchange in rule.exchanges if rule else ():
-                if (exchange.phase, exchange.at, exchange.of) == (phase, at, "activations"):
+                of_activations = exchange.of in ("activations", "inputs")
+                if of_activations and (exchange.phase, exchange.at) == (phase, at):
                     yield block, exchange
 
 
-def _collectives(action: Compute, inside: list[Block], spec: Spec, at: str) -> list[Collective]:
+def _collectives(
+    action: Compute, inside: list[Block], spec: Spec, at: str, degree: int
+) -> list[Collective]:
     phase = "F" if action.phase == "F" else "B"
     if action.phase == "W":  # weight gradients need nothing from other ranks
         return []
-    flow = "act" if phase == "F" else "grad"
-    found = list(_exchanges(inside, spec, phase, at))
-    return [
-        Collective(
-            collective=exchange.collective,
-            axis=spec.axis,
-            lane=f"axis:{spec.axis}",
-            label=f"{action.label}@{spec.axis}{'' if at == 'after' else '<'}{index or ''}",
-            phase=action.phase,
-            item=action.item,
-            stage=action.stage,
-            layer=block.name,
-            tensor=f"{flow}:{action.stage}.{action.item}",
-            payload_bytes=action.num_tokens * block.out_bytes_per_token,
+    collectives = []
+    for index, (block, exchange) in enumerate(_exchanges(inside, spec, phase, at)):
+        tensor, into = _handles(action, block, exchange)
+        num_tokens = _num_tokens(action, exchange, degree)
+        collectives.append(
+            Collective(
+                collective=exchange.collective,
+                axis=spec.axis,
+                lane=f"axis:{spec.axis}",
+                label=f"{action.label}@{spec.axis}{'' if at == 'after' else '<'}{index or ''}",
+                phase=action.phase,
+                item=action.item,
+                stage=action.stage,
+                layer=block.name,
+                tensor=tensor,
+                into=into,
+                payload_bytes=num_tokens * block.out_bytes_per_token,
+            )
         )
-        for index, (block, exchange) in enumerate(found)
-    ]
+    return collectives
+
+
+def _flow(action: Compute) -> str:
+    """What leaves the action's step."""
+    return f"{'act' if action.phase == 'F' else 'grad'}:{action.stage}.{action.item}"
+
+
+def _handles(action: Compute, block: Block, exchange: Exchange) -> tuple[str, str]:
+    """What is exchanged, and where to ("": in place)."""
+    if exchange.of == "activations":
+        return _flow(action), ""
+    kept = f"input:{block.name}.{action.item}"
+    return kept, f"{kept}/whole"
+
+
+def _num_tokens(action: Compute, exchange: Exchange, degree: int) -> int:
+    if exchange.collective in ("all_gather", "reduce_scatter"):
+        return ceil(action.num_tokens / degree) * degree
+    return action.num_tokens
+
+
+def _entering(step: Step, placed: Placed) -> str:
+    """What the first compute of a step works on."""
+    if step.kind == "F":
+        return f"act:{step.stage - 1}.{step.item}"
+    is_last = step.stage == len(placed.stages) - 1
+    return f"act:{step.stage}.{step.item}" if is_last else f"grad:{step.stage + 1}.{step.item}"
 
 
 def _chain(collectives: list[Collective], first: tuple[str, ...]) -> list[Collective]:
@@ -108,4 +151,5 @@ def _chain(collectives: list[Collective], first: tuple[str, ...]) -> list[Collec
 def _is_split(inside: list[Block], spec: Spec) -> bool:
     names = [f"{block.name}.{module.name}" for block in inside for module in block.modules]
     rules = [spec.rule_for(name) for name in names]
-    return any(rule is not None and rule.placement in SPLIT_PLACEMENTS for rule in rules)
+    divides = (*SPLIT_PLACEMENTS, PARTIAL_PLACEMENT)
+    return any(rule is not None and rule.placement in divides for rule in rules)

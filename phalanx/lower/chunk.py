@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from math import ceil
+from math import ceil, prod
 
 from phalanx.action import Action, Compute
 from phalanx.mesh import Mesh
@@ -13,6 +13,9 @@ from phalanx.workload import Block, Module, StepWork, Unit
 
 # Words of the binder that cut a module's weight for good over a model axis (Rule.dim says where).
 SPLIT_PLACEMENTS = ("column", "row", "vocab")
+# The word for a weight that every rank holds whole and uses on its part of the tokens or heads.
+PARTIAL_PLACEMENT = "partial"
+_FORWARD = ("F", "activations")
 
 
 @dataclass
@@ -37,10 +40,13 @@ class Chunk:
         """Position of the first action that needs the step's input."""
         return next(at for at, a in enumerate(self.actions) if a.phase == self.step.kind)
 
+    def last_on_activations(self) -> Action:
+        """The action whose end makes the step's output complete."""
+        return [a for a in self.actions if a.phase == self.step.kind and a.stage >= 0][-1]
+
     def last_label(self) -> str:
-        """Label of the action whose end makes the step's output complete."""
-        of_step = [a for a in self.actions if a.phase == self.step.kind and a.stage >= 0]
-        return of_step[-1].label
+        """Its label."""
+        return self.last_on_activations().label
 
     def wait(self, at: int, *labels: str) -> None:
         """Let the action at this position wait for more labels."""
@@ -58,6 +64,7 @@ class Placed:
         mesh: the devices.
         unit_of: unit by name.
         shapes: unit -> weight shapes that one rank holds once model axes have cut them.
+        token_parts: parts that the tokens between blocks are split into (sequence parallelism).
         reduced: (unit, item) -> label of its latest gradient reduction, for the next data axis.
         sharded: unit -> degree over which data axes have cut its gradients so far.
     """
@@ -67,6 +74,7 @@ class Placed:
     mesh: Mesh
     unit_of: dict[str, Unit]
     shapes: dict[str, list[tuple[int, ...]]]
+    token_parts: int = 1
     reduced: dict[tuple[str, int], str] = field(default_factory=dict)
     sharded: dict[str, int] = field(default_factory=dict)
 
@@ -83,12 +91,17 @@ class Placed:
                 for block in unit.blocks
                 for module in block.modules
             ]
-        return Placed(work, stages, mesh, {u.name: u for u in work.units}, shapes)
+        parts = prod(mesh.degree(spec.axis) for spec in cutting if _splits_tokens(spec))
+        return Placed(work, stages, mesh, {u.name: u for u in work.units}, shapes, parts)
+
+    def tokens_between(self, item: int) -> int:
+        """Tokens of a micro-batch that one rank holds between blocks."""
+        return ceil(self.work.item_tokens[item] / self.token_parts)
 
     def padded_params(self, unit: str, degree: int) -> int:
         """Elements of a unit when each parameter's dim 0 is cut over `degree` ranks and padded to
         equal shards, as FSDP2 communicates it."""
-        return sum(_padded(shape, degree) for shape in self.shapes[unit])
+        return sum(padded_size(shape, degree) for shape in self.shapes[unit])
 
     def padded_gradients(self, unit: str, degree: int) -> int:
         """Elements that get a gradient, padded likewise; adapters count as one flat tensor."""
@@ -108,7 +121,17 @@ class Placed:
         return self.padded_gradients(unit, degree) // degree
 
 
-def _padded(shape: tuple[int, ...], degree: int) -> int:
+def _splits_tokens(spec: Spec) -> bool:
+    """Whether its blocks gather their tokens first and scatter them again."""
+    for rule in spec.rules():
+        seen = {(e.collective, e.at) for e in rule.exchanges if (e.phase, e.of) == _FORWARD}
+        if seen >= {("all_gather", "before"), ("reduce_scatter", "after")}:
+            return True
+    return False
+
+
+def padded_size(shape: tuple[int, ...], degree: int) -> int:
+    """Elements of a tensor whose dim 0 is padded to a multiple of `degree`."""
     rest = 1
     for size in shape[1:]:
         rest *= size

@@ -10,7 +10,7 @@ section 3.3.2).
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from phalanx.action import Alloc, Collective, Free
 from phalanx.lower.chunk import Chunk, Placed
@@ -52,6 +52,7 @@ def exchange_parameters(chunks: list[Chunk], placed: Placed, spec: Spec) -> None
     remaining = Counter((visit.unit, visit.phase) for visit in visits)
     gathered: set[str] = set()
     freed_at: dict[str, int] = {}  # unit -> the visit after which it was last given back
+    reduced: dict[str, str] = {}  # unit -> label of its latest reduction
     for at, visit in enumerate(visits):
         remaining[visit.unit, visit.phase] -= 1
         if visit.unit not in gathered and (rule := _exchange(visit, "before", "params")):
@@ -62,10 +63,13 @@ def exchange_parameters(chunks: list[Chunk], placed: Placed, spec: Spec) -> None
             _free(visit)
             freed_at[visit.unit] = at
             gathered.discard(visit.unit)
-        is_last = remaining[visit.unit, "B"] == 0
         exchange = _exchange(visit, "after", "grads")
-        if exchange and visit.chunk.step.kind != "I" and (exchange.when != "last" or is_last):
-            _reduce(visit, placed, spec, exchange, degree)
+        if exchange and visit.chunk.step.kind != "I":
+            if visit.unit in reduced:  # until then the unit's buffer is under way
+                _let_wait(visit, reduced[visit.unit])
+            is_due = exchange.when != "last" or remaining[visit.unit, "B"] == 0
+            if is_due and (label := _reduce(visit, placed, spec, exchange, degree)):
+                reduced[visit.unit] = label
     _shard_held(visits, placed, degree)
 
 
@@ -138,20 +142,23 @@ def _gather(
     ]
     place = _position(ahead.chunk, ahead.first)
     ahead.chunk.actions[place:place] = gather
-    for index, action in visit.chunk.computes():
-        if action.label in visit.labels:
-            visit.chunk.actions[index] = replace(action, after=(*action.after, label))
-            break
+    _let_wait(visit, label)
 
 
-def _reduce(visit: _Visit, placed: Placed, spec: Spec, exchange: Exchange, degree: int) -> None:
+def _let_wait(visit: _Visit, label: str) -> None:
+    computes = visit.chunk.computes()
+    visit.chunk.wait(next(at for at, a in computes if a.label in visit.labels), label)
+
+
+def _reduce(visit: _Visit, placed: Placed, spec: Spec, exchange: Exchange, degree: int) -> str:
+    """Insert the reduction of a visit's gradients; its label, or "" for a frozen unit."""
     unit, item = visit.unit, visit.chunk.step.item
     before = placed.reduced.get((unit, item))
     share = placed.sharded.get(unit, 1)
     scatters = exchange.collective == "reduce_scatter"
     elements = placed.padded_gradients(unit, share * degree if scatters else share) // share
-    if not elements:  # a frozen unit
-        return
+    if not elements:
+        return ""
     label = f"reduce:{unit}:{item}" + ("" if before is None else f"@{spec.axis}")
     reduce = Collective(
         collective=exchange.collective,
@@ -168,6 +175,7 @@ def _reduce(visit: _Visit, placed: Placed, spec: Spec, exchange: Exchange, degre
     at = _position(visit.chunk, visit.last if before is None else before) + 1
     visit.chunk.actions[at:at] = [reduce]
     placed.reduced[unit, item] = label
+    return label
 
 
 def _shard_held(visits: list[_Visit], placed: Placed, degree: int) -> None:

@@ -34,7 +34,8 @@ def _chunk(step: Step, placed: Placed, grain: str) -> Chunk:
     saved = f"saved:{step.stage}.{step.item}"
     actions: list[Action] = []
     if step.kind == "F":
-        num_bytes = num_tokens * sum(b.saved_bytes_per_token for u in units for b in u.blocks)
+        per_token = sum(b.saved_bytes_per_token for u in units for b in u.blocks)
+        num_bytes = placed.tokens_between(step.item) * per_token
         actions.append(Alloc(tensor=saved, num_bytes=num_bytes))
     for name, op, blocks in _pieces(units, step, grain):
         flops = _WORK[step.kind] * num_tokens * sum(block.flops_per_token for block in blocks)

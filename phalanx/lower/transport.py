@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
-from phalanx.action import Recv, Send
+from phalanx.action import Action, Recv, Send
 from phalanx.errors import CheckError
 from phalanx.lower.chunk import Chunk, Placed
 from phalanx.policy import Step
@@ -49,6 +49,25 @@ def add_transfers(
     lists[:] = [_attach(chunks) for chunks in out]
 
 
+def wait_for_own_outputs(chunks: Sequence[Chunk], last_stage: int) -> None:
+    """Let each step wait for an input that its own rank produces in another lane.
+
+    Two computes of one lane come in order anyway; but what an exchange completes (the output that
+    the loss is made of, the output of a stage whose successor is on the same rank) does not.
+    """
+    complete: dict[tuple[str, int, int], Action] = {}
+    for chunk in chunks:
+        kind, stage, item = _DIRECTION.get(chunk.step.kind), chunk.step.stage, chunk.step.item
+        if kind is None:
+            continue
+        from_loss = kind == "B" and stage == last_stage
+        source = ("F", stage) if from_loss else (kind, stage + (1 if kind == "B" else -1))
+        at, before = chunk.first_on_activations(), complete.get((*source, item))
+        if before is not None and before.lane != chunk.actions[at].lane:
+            chunk.wait(at, before.label)
+        complete[kind, stage, item] = chunk.last_on_activations()
+
+
 def _is_ready(step: Step, arrived: set[tuple[str, int, int]], last_stage: int) -> bool:
     kind = _DIRECTION.get(step.kind)
     if kind is None:  # W needs only what this rank computed before
@@ -81,7 +100,7 @@ def _deliver(
     peer = rank_of_stage[consumer]
     boundary = step.stage if kind == "F" else consumer  # the stage whose output has this shape
     width = placed.stages[boundary][-1].out_bytes_per_token
-    payload = placed.work.item_tokens[step.item] * width
+    payload = placed.tokens_between(step.item) * width
     tensor = f"{'act' if kind == 'F' else 'grad'}:{step.stage}.{step.item}"
     send = Send(
         axis=axis,

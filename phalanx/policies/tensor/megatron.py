@@ -15,6 +15,8 @@ _SOURCE = Source(
 _COLUMN = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 _ROW = ("o_proj", "down_proj")
 _BLOCKS = ("*.self_attn", "*.mlp")
+_PER_HEAD = ("*.q_norm", "*.k_norm")  # whole on every rank, which sees its own heads only
+_SUM = Exchange(collective="all_reduce", phase="B", at="after", of="grads", when="last")
 
 
 @register("tensor", "megatron", grain="operator", source=_SOURCE)
@@ -24,35 +26,43 @@ class Megatron(Spec):
 
     Attention and MLP then need one exchange per pass instead of one per product. With
     `sequence_parallel` the tokens between blocks are split over the same ranks: each all-reduce
-    becomes an all-gather before and a reduce-scatter after, of the same ring volume, and the
-    gathered input is not kept but gathered again for the weight gradient.
+    becomes an all-gather before and a reduce-scatter after, of the same ring volume, and
+    (`gather_twice`) the gathered input is not kept but gathered again for the weight gradient.
 
     Symbols: t = degree of `axis`; b s h = tokens x width of a micro-batch (payload_bytes of one
     exchange); L = layers.
 
     Costs per layer and micro-batch: 4 all-reduces of b s h (2 forward, 2 backward), or with
-    sequence parallelism 6 all-gathers and 4 reduce-scatters; ring bytes sent per device of the
-    former 8 b s h (t-1)/t elements. Products, weights and their gradients divide by t.
+    sequence parallelism 6 all-gathers (4 without `gather_twice`) and 4 reduce-scatters; ring bytes
+    sent per device of the former 8 b s h (t-1)/t elements. Products, weights and their gradients
+    divide by t; with sequence parallelism so do stored activations and messages between stages.
+    Per step: one all-reduce of the gradients that each rank has a part of, of norms per head, or
+    with sequence parallelism of every module outside the products.
 
     Source: Megatron-LM, arXiv 1909.08053, section 3 (f and g); sequence parallelism and the second
     gather, arXiv 2205.05198, section 4.2.2.
 
-    Differences and limits: embedding and head stay whole (no vocabulary-parallel loss); t must
-    divide the query heads and the feed-forward width; overlap of exchange and product is not
-    modelled; norms are replicated, their gradients are summed over `axis` by the binder with
-    sequence parallelism.
+    Differences and limits: embedding and head stay whole (no vocabulary-parallel loss), and with
+    sequence parallelism work on a rank's own tokens, so that their gradients are partial too; t
+    must divide the query heads and the feed-forward width, else shards are padded; tokens are
+    padded to a multiple of t; overlap of exchange and product is not modelled. Torch's DTensor
+    keeps gathered inputs: `gather_twice` must be off to run natively.
     """
 
     axis: str = "tp"
     sequence_parallel: bool = False
+    gather_twice: bool = True
 
     def rules(self) -> tuple[Rule, ...]:
-        """Columns and rows of the products; exchanges around attention and MLP blocks."""
+        """Columns and rows of the products, exchanges around attention and MLP blocks, and what
+        has a part of its gradient on each rank."""
+        partial = ("*",) if self.sequence_parallel else _PER_HEAD
         exchanges = self._sequence_exchanges() if self.sequence_parallel else self._reductions()
         return (
             *(Rule(pattern=f"*.{name}", placement="column", dim=0) for name in _COLUMN),
             *(Rule(pattern=f"*.{name}", placement="row", dim=1) for name in _ROW),
             *(Rule(pattern=block, placement="block", exchanges=exchanges) for block in _BLOCKS),
+            *(Rule(pattern=name, placement="partial", exchanges=(_SUM,)) for name in partial),
         )
 
     def _reductions(self) -> tuple[Exchange, ...]:
@@ -63,10 +73,11 @@ class Megatron(Spec):
 
     def _sequence_exchanges(self) -> tuple[Exchange, ...]:
         gather, scatter = "all_gather", "reduce_scatter"
+        again = Exchange(collective=gather, phase="B", at="before", of="inputs")
         return (
             Exchange(collective=gather, phase="F", at="before", of="activations"),
             Exchange(collective=scatter, phase="F", at="after", of="activations"),
             Exchange(collective=gather, phase="B", at="before", of="activations"),
-            Exchange(collective=gather, phase="B", at="before", of="activations"),
+            *((again,) if self.gather_twice else ()),
             Exchange(collective=scatter, phase="B", at="after", of="activations"),
         )
