@@ -1,0 +1,133 @@
+"""A serving engine without tensors: what `SimWorld` needs to answer engine steps.
+
+engine = SimEngine(requests, num_blocks=8, max_running=3, max_step_tokens=16)
+world = SimWorld(mesh, cost, facts=engine.facts, outcomes=engine.outcomes)
+world.post(*engine.arrivals())
+drive(world, reacts=[policy])
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from phalanx.action import Action, Compute
+from phalanx.errors import PlanError
+from phalanx.policy import Event
+
+BLOCK_TOKENS = 16
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SimRequest:
+    """A request whose output length is known to the simulation, but to no policy.
+
+    Attributes:
+        num_new: output tokens until it ends by itself, at most `max_new`.
+    """
+
+    id: int
+    arrive_s: float
+    prompt_len: int
+    max_new: int
+    num_new: int
+
+
+@dataclass(slots=True)
+class _Live:
+    num_known: int
+    num_left: int
+    num_cached: int = 0
+
+
+class SimEngine:
+    """Lengths and blocks of the requests; every step accepts one token per whole prompt.
+
+    Args:
+        requests: what arrives when.
+        num_blocks: KV blocks of 16 tokens.
+        max_running, max_step_tokens: limits of a step.
+
+    Attributes:
+        facts: for the world; kept up to date.
+        finish_s: request -> when it ended.
+        num_preempted: caches that were dropped.
+    """
+
+    def __init__(
+        self,
+        requests: Sequence[SimRequest],
+        *,
+        num_blocks: int,
+        max_running: int,
+        max_step_tokens: int,
+    ) -> None:
+        self._requests = requests
+        self._live = {each.id: _Live(each.prompt_len, each.num_new) for each in requests}
+        self._limits = (max_running, max_step_tokens)
+        self.finish_s: dict[int, float] = {}
+        self.num_preempted = 0
+        self.facts: dict[str, Any] = {
+            "num_blocks": num_blocks,
+            "free_blocks": num_blocks,
+            "block_tokens": BLOCK_TOKENS,
+            "max_running": max_running,
+            "max_step_tokens": max_step_tokens,
+        }
+
+    @property
+    def outcomes(self) -> dict[str, Callable[[Action, Event], Sequence[Event]]]:
+        """What the world's policies hear of an engine step."""
+        return {"engine.step": self._outcome}
+
+    def arrivals(self) -> list[Event]:
+        """The events to post."""
+        return [
+            Event(
+                kind="arrive",
+                time_s=each.arrive_s,
+                item=each.id,
+                data={"prompt_len": each.prompt_len, "max_new": each.max_new},
+            )
+            for each in self._requests
+        ]
+
+    def _outcome(self, action: Action, done: Event) -> Sequence[Event]:
+        assert isinstance(action, Compute)
+        plan: Any = action.batch
+        plan.require_legal(*self._limits)
+        for request in plan.preempted:
+            self._live[request].num_cached = 0
+            self.num_preempted += 1
+        accepted = [self._compute(*row) for row in plan.rows()]
+        self._require_room()
+        ended = [each for each in plan.requests if not self._live[each].num_left]
+        for request in ended:
+            del self._live[request]
+            self.finish_s[request] = done.time_s
+        self.facts["free_blocks"] = self.facts["num_blocks"] - self._num_held()
+        data = {"requests": plan.requests, "accepted": accepted}
+        step = Event(kind="step", time_s=done.time_s, label=action.label, data=data)
+        return [step, *(Event(kind="finish", time_s=done.time_s, item=each) for each in ended)]
+
+    def _compute(self, request: int, query_len: int, kv_len: int) -> int:
+        live = self._live.get(request)
+        if live is None:
+            raise PlanError("plan/illegal", "requests", request, "is no live request")
+        if live.num_cached != kv_len or kv_len + query_len > live.num_known:
+            rule = f"request {request} holds {live.num_cached} of {live.num_known} tokens"
+            raise PlanError("plan/illegal", "kv_len, query_len", (kv_len, query_len), rule)
+        live.num_cached += query_len
+        is_whole = live.num_cached == live.num_known
+        live.num_known += is_whole
+        live.num_left -= is_whole
+        return int(is_whole)
+
+    def _num_held(self) -> int:
+        return sum(-(-live.num_cached // BLOCK_TOKENS) for live in self._live.values())
+
+    def _require_room(self) -> None:
+        if (held := self._num_held()) > self.facts["num_blocks"]:
+            rule = "the step needs more blocks than there are"
+            raise PlanError("plan/illegal", "blocks", held, rule, legal=[self.facts["num_blocks"]])
