@@ -1,0 +1,288 @@
+"""The paged KV cache: one pool per layer kind, separate K and V [block, kv_head, token, channel].
+
+Legend: S new rows (tokens) of a step, R decoding requests, N blocks of the longest of them,
+T tokens, K kv heads, C channels per head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from phalanx.engines.serve.blocks import BLOCK_TOKENS, BlockTables, num_blocks_of
+from phalanx.errors import JobError
+from phalanx.models.spec import DTYPE_BYTES, AttentionKind, DecoderConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class KvLimits:
+    """What the cache is made for: longest request, requests at once, tokens of one step."""
+
+    max_tokens: int
+    max_running: int
+    max_step_tokens: int
+
+
+@dataclass(frozen=True)
+class Segment:
+    """The rows of one request that computes several tokens: start .. end - 1 of the step.
+
+    Attributes:
+        blocks: what its tokens see, from the token at `first` on.
+        length: tokens in the cache when the step is done.
+    """
+
+    start: int
+    end: int
+    blocks: Tensor
+    first: int
+    length: int
+
+
+@dataclass(frozen=True)
+class KindStep:
+    """Where the rows of one step live in the pool of one layer kind.
+
+    Attributes:
+        rows_SK: row of the pool, seen as [block * kv_head * token, channel], of each new key.
+        blocks_RN: blocks that each decoding request sees (they are the first R rows).
+        seen_RT: which of those tokens it sees.
+        segments: the other requests.
+    """
+
+    rows_SK: Tensor
+    blocks_RN: Tensor
+    seen_RT: Tensor
+    segments: tuple[Segment, ...]
+
+
+class KvPool:
+    """Keys and values of one layer kind.
+
+    Args:
+        kind: heads and window.
+        num_layers: layers of this kind.
+        tables: who holds which block.
+    """
+
+    def __init__(
+        self,
+        kind: AttentionKind,
+        num_layers: int,
+        tables: BlockTables,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        self.kind, self.tables = kind, tables
+        shape = (num_layers, tables.num_blocks, kind.num_kv_heads, BLOCK_TOKENS, kind.head_dim)
+        # zeros: what a mask hides is still multiplied by its weight 0, so it must be finite
+        self.keys = torch.zeros(shape, dtype=dtype, device=device)
+        self.values = torch.zeros(shape, dtype=dtype, device=device)
+
+    def write(self, layer: int, step: KindStep, k_SKC: Tensor, v_SKC: Tensor) -> None:
+        """Store the new rows of the `layer`-th layer of this kind."""
+        rows = step.rows_SK.flatten()
+        for pool, new_SKC in ((self.keys, k_SKC), (self.values, v_SKC)):
+            flat = pool[layer].view(-1, self.kind.head_dim)
+            flat.index_copy_(0, rows, new_SKC.reshape(-1, self.kind.head_dim).to(pool.dtype))
+
+    def read(self, layer: int, blocks: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of some blocks [..., N] as [..., K, T, C], gathered."""
+        return self._gather(self.keys[layer], blocks), self._gather(self.values[layer], blocks)
+
+    @staticmethod
+    def _gather(pool: Tensor, blocks: Tensor) -> Tensor:
+        taken = pool.index_select(0, blocks.flatten()).unflatten(0, blocks.shape)
+        return taken.transpose(-4, -3).flatten(-3, -2)
+
+
+class PagedKv:
+    """The cache of an engine.
+
+    Args:
+        config: the model.
+        num_tokens: tokens that the pool of full attention holds; a sliding pool holds what its
+            windows can need, so that it never runs out first.
+        limits: what it is made for.
+        dtype: of keys and values.
+
+    Raises:
+        JobError: `job/bad-value` for a pool that cannot hold the longest request.
+    """
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        num_tokens: int,
+        limits: KvLimits,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        if num_tokens < limits.max_tokens:
+            rule = "the KV cache must hold the longest request"
+            raise JobError(
+                "job/bad-value", "serve.kv_tokens", num_tokens, rule, legal=[limits.max_tokens]
+            )
+        self.device, self.num_blocks = device, num_blocks_of(num_tokens)
+        rows, longest = limits.max_running, limits.max_tokens
+        self._lengths: dict[int, int] = {}
+        self._row: dict[int, int] = {}
+        self._free_rows = list(range(rows - 1, -1, -1))
+        # Counts every token whether or not the model has a layer that keeps them all.
+        self._every_token = BlockTables(self.num_blocks, rows, longest)
+        self.pools: dict[str, KvPool] = {}
+        for kind in config.kinds:
+            if kind.window is None:
+                tables = self._every_token
+            else:
+                most = num_sliding_blocks(kind.window, self.num_blocks, limits)
+                tables = BlockTables(most, rows, longest, kind.window)
+            num_layers = config.layer_kinds.count(kind.name)
+            self.pools[kind.name] = KvPool(kind, num_layers, tables, dtype=dtype, device=device)
+
+    @property
+    def num_free(self) -> int:
+        """Free blocks of the pool that grows with every token."""
+        return self._every_token.num_free
+
+    def length(self, request: int) -> int:
+        """Tokens of a request that are in the cache."""
+        return self._lengths.get(request, 0)
+
+    def extend(self, requests: Sequence[int], num_new: Sequence[int]) -> None:
+        """Make room for the next tokens of some requests, which count from now on.
+
+        Raises:
+            PlanError: `plan/illegal` when a pool has too few blocks: the plan was wrong.
+        """
+        every = self._tables()
+        for request, row in self._row.items():
+            for tables in every[1:]:
+                tables.drop_unseen(row, self._lengths[request])
+        for request, new in zip(requests, num_new):
+            if request not in self._row:
+                self._row[request], self._lengths[request] = self._free_rows.pop(), 0
+            self._lengths[request] += new
+            for tables in every:
+                tables.extend(self._row[request], self._lengths[request])
+
+    def truncate(self, request: int, length: int) -> None:
+        """Forget the tokens of a request from `length` on.
+
+        Raises:
+            JobError: `serve/request` beyond its tokens, or when the window before is gone.
+        """
+        if not 0 <= length <= self.length(request):
+            rule = f"must lie in 0..{self.length(request)}"
+            raise JobError("serve/request", "truncate", length, rule, legal=[self.length(request)])
+        for tables in self._tables():
+            tables.require_window(self._row[request], length)
+        for tables in self._tables():
+            tables.truncate(self._row[request], length)
+        self._lengths[request] = length
+
+    def release(self, request: int) -> None:
+        """Give all blocks of a request back; one that has none is no mistake."""
+        row = self._row.pop(request, None)
+        if row is None:
+            return
+        for tables in self._tables():
+            tables.release(row)
+        self._free_rows.append(row)
+        del self._lengths[request]
+
+    def _tables(self) -> list[BlockTables]:
+        sliding = [p.tables for p in self.pools.values() if p.tables is not self._every_token]
+        return [self._every_token, *sliding]
+
+    def step(self, requests: Sequence[int], query_len: Sequence[int]) -> dict[str, KindStep]:
+        """Where the rows of a step live, after `extend`; single-token rows come first.
+
+        Args:
+            requests: in the order of their rows.
+            query_len: rows of each; all that are 1 stand before the others.
+        """
+        return {
+            name: self._kind_step(pool, requests, query_len) for name, pool in self.pools.items()
+        }
+
+    def _kind_step(
+        self, pool: KvPool, requests: Sequence[int], query_len: Sequence[int]
+    ) -> KindStep:
+        tables = pool.tables
+        rows = np.array([self._row[each] for each in requests], dtype=np.int64)
+        lengths = np.array([self._lengths[each] for each in requests], dtype=np.int64)
+        counts = np.asarray(query_len, dtype=np.int64)
+        start = np.cumsum(counts) - counts
+        token_row = np.repeat(rows, counts)
+        position = np.arange(counts.sum()) + np.repeat(lengths - counts - start, counts)
+        block = tables.table[token_row, position // BLOCK_TOKENS]
+        heads = np.arange(pool.kind.num_kv_heads)
+        place = (block[:, None] * len(heads) + heads) * BLOCK_TOKENS
+        rows_SK = place + (position % BLOCK_TOKENS)[:, None]
+        num_single = int((counts == 1).sum())
+        blocks_RN, seen_RT = self._single(tables, rows[:num_single], lengths[:num_single])
+        segments = tuple(
+            self._segment(tables, int(rows[i]), int(lengths[i]), int(start[i]), int(counts[i]))
+            for i in range(num_single, len(counts))
+        )
+        return KindStep(self._put(rows_SK), blocks_RN, seen_RT, segments)
+
+    def _single(
+        self, tables: BlockTables, rows: np.ndarray, lengths: np.ndarray
+    ) -> tuple[Tensor, Tensor]:
+        if not len(rows):
+            nothing = np.zeros((0, 0), dtype=np.int64)
+            return self._put(nothing), self._put(nothing.astype(bool))
+        blocks_RN, first = tables.places(rows, lengths)
+        position_RT = first[:, None] + np.arange(blocks_RN.shape[1] * BLOCK_TOKENS)
+        seen_RT = position_RT < lengths[:, None]
+        if tables.window is not None:
+            seen_RT &= position_RT >= lengths[:, None] - tables.window
+        return self._put(blocks_RN), self._put(seen_RT)
+
+    def _segment(
+        self, tables: BlockTables, row: int, length: int, start: int, count: int
+    ) -> Segment:
+        first = tables.first_token(row)
+        places = slice(first // BLOCK_TOKENS, num_blocks_of(length))
+        return Segment(start, start + count, self._put(tables.table[row, places]), first, length)
+
+    def _put(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self.device, non_blocking=True)
+
+
+def num_sliding_blocks(window: int, num_blocks: int, limits: KvLimits) -> int:
+    """Blocks that the windows of all running requests and the tokens of one step can need.
+
+    A request holds the window - 1 tokens before its new ones; both ends may lie inside a block.
+    """
+    per_request = num_blocks_of(window - 1) + 2
+    most = limits.max_running * per_request + num_blocks_of(limits.max_step_tokens)
+    return min(num_blocks, most)
+
+
+def token_bytes(config: DecoderConfig, kv_dtype: str) -> int:
+    """Bytes that one more token takes in the layers that keep every token: 2 L K C itemsize."""
+    return sum(
+        2 * kind.num_kv_heads * kind.head_dim * DTYPE_BYTES[kv_dtype]
+        for kind in map(config.attention, range(config.num_layers))
+        if kind.window is None
+    )
+
+
+def sliding_bytes(config: DecoderConfig, num_tokens: int, limits: KvLimits, kv_dtype: str) -> int:
+    """Bytes of the sliding pools beside a full pool of `num_tokens`."""
+    total = 0
+    for kind in map(config.attention, range(config.num_layers)):
+        if kind.window is not None:
+            blocks = num_sliding_blocks(kind.window, num_blocks_of(num_tokens), limits)
+            channels = kind.num_kv_heads * kind.head_dim
+            total += blocks * BLOCK_TOKENS * 2 * channels * DTYPE_BYTES[kv_dtype]
+    return total

@@ -1,0 +1,146 @@
+"""What a server is told, and what a request asks for. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from phalanx.errors import JobError, nearest_names
+from phalanx.models.spec import DTYPE_BYTES
+
+MAX_LOGPROBS = 20
+_PACKAGES = {"torch": "torch", "fastapi": "serve", "uvicorn": "serve"}  # package -> extra
+
+
+def require_packages() -> None:
+    """Raise `environment/missing` for a package that serving needs and this machine lacks."""
+    for package, extra in _PACKAGES.items():
+        if find_spec(package) is None:
+            rule = f"serving needs it; run: pip install 'phalanx-parallel[{extra}]'"
+            raise JobError("environment/missing", "package", package, rule)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeSettings:
+    """One server.
+
+    Attributes:
+        folder: model folder (config.json, safetensors, tokenizer.json).
+        scheduler: policy of the family "serve": a name, or a table with its options.
+        name: what clients call the model ("" = the folder's name).
+        host, port: where to listen (port 0: one that is free).
+        max_running: requests in one batch.
+        max_tokens: longest prompt plus output of one request.
+        max_step_tokens: tokens computed in one step (at least max_running).
+        max_queued: requests that may wait before new ones are refused (429).
+        kv_tokens: tokens that the KV pool holds (0: max_running * max_tokens, or what half of the
+            free memory holds if that is less).
+        dtype, kv_dtype: of weights and cache ("": as the model's config; the weights' dtype).
+        device: "cpu" or "cuda".
+        threads: of the engine process (0: as torch decides).
+        stall_s: a step that takes longer makes the server unhealthy.
+        allow_updates: whether clients may replace the weights (`/update_weights`).
+    """
+
+    folder: str
+    scheduler: str | Mapping[str, Any]
+    name: str = ""
+    host: str = "127.0.0.1"
+    port: int = 8000
+    max_running: int = 16
+    max_tokens: int = 2048
+    max_step_tokens: int = 512
+    max_queued: int = 256
+    kv_tokens: int = 0
+    dtype: str = ""
+    kv_dtype: str = ""
+    device: str = "cpu"
+    threads: int = 0
+    stall_s: float = 60.0
+    allow_updates: bool = False
+
+    def __post_init__(self) -> None:
+        lows = {
+            "max_running": 1,
+            "max_tokens": 2,
+            "max_step_tokens": self.max_running,
+            "max_queued": 0,
+            "kv_tokens": 0,
+            "threads": 0,
+            "port": 0,
+        }
+        for name, low in lows.items():
+            if (value := getattr(self, name)) < low:
+                rule = f"must be at least {low}"
+                raise JobError("job/bad-value", f"serve.{name}", value, rule, legal=[low])
+        if self.port > 65535:
+            rule = "must be at most 65535"
+            raise JobError("job/bad-value", "serve.port", self.port, rule, legal=[65535])
+        for name in ("dtype", "kv_dtype"):
+            if (value := getattr(self, name)) and value not in DTYPE_BYTES:
+                legal = nearest_names(value, DTYPE_BYTES)
+                raise JobError(
+                    "job/bad-value", f"serve.{name}", value, "no such dtype", legal=legal
+                )
+
+    @property
+    def model_name(self) -> str:
+        """What clients call the model."""
+        return self.name or Path(self.folder).resolve().name
+
+    def to_dict(self) -> dict[str, Any]:
+        """For the engine process."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sampling:
+    """How the tokens of a request are chosen.
+
+    Attributes:
+        max_new: output tokens at most.
+        temperature: 0 is greedy.
+        top_p: smallest set of most probable tokens with at least this probability; 1: all.
+        seed: with the position of a token it decides every draw, whatever shares the batch.
+        ignore_eos: go on after an end-of-sequence token (load tests).
+        stop_tokens: ids that end the output, like an end-of-sequence token.
+        num_logprobs: most probable tokens reported per position (None: no probabilities at all).
+        score_prompt: report the prompt's probabilities too.
+    """
+
+    max_new: int
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
+    ignore_eos: bool = False
+    stop_tokens: tuple[int, ...] = ()
+    num_logprobs: int | None = None
+    score_prompt: bool = False
+
+
+# (log probability of the token, the most probable ids, their log probabilities)
+TokenScore = tuple[float, list[int], list[float]]
+
+
+@dataclass(slots=True)
+class Request:
+    """A request in the engine.
+
+    Attributes:
+        tokens: prompt and output so far.
+        prompt_scores: of the prompt's tokens from the second on, as far as computed.
+    """
+
+    id: int
+    tokens: list[int]
+    num_prompt: int
+    sampling: Sampling
+    prompt_scores: list[TokenScore] = field(default_factory=list)
+
+    @property
+    def num_new(self) -> int:
+        """Output tokens so far."""
+        return len(self.tokens) - self.num_prompt
