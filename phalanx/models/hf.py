@@ -137,20 +137,20 @@ def save_folder(
     """
     with atomic_folder(target, overwrite=overwrite) as folder:
         _write_shards(folder, canonical_tensors(config), tensors, max_shard_bytes)
-        write_json(folder / "config.json", to_huggingface(config))
+        _write_json(folder / "config.json", to_huggingface(config))
         generation = {
             "bos_token_id": config.bos_token,
             "eos_token_id": list(config.eos_tokens),
             "pad_token_id": config.pad_token,
         }
-        write_json(folder / "generation_config.json", generation)
+        _write_json(folder / "generation_config.json", generation)
         for name in COMPANION_FILES if extras_from is not None else ():
             if (source := Path(extras_from) / name).is_file():
                 shutil.copyfile(source, folder / name)
     return Path(target)
 
 
-def write_json(path: Path, table: dict) -> None:
+def _write_json(path: Path, table: dict) -> None:
     path.write_text(json.dumps(table, indent=2) + "\n")
 
 
@@ -204,4 +204,4 @@ def _name_shards(folder: Path, shards: list[list[str]], total_bytes: int) -> Non
         (folder / f"{number}.part").rename(folder / file)
         weight_map |= dict.fromkeys(names, file)
     table = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
-    write_json(folder / INDEX, table)
+    _write_json(folder / INDEX, table)

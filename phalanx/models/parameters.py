@@ -7,7 +7,6 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from phalanx.errors import JobError, nearest_names
 from phalanx.models.spec import TensorSpec
@@ -63,13 +62,15 @@ def load_parameters(
 
 @torch.no_grad()
 def _fill(parameter: Tensor, whole: Tensor) -> None:
-    if isinstance(parameter, DTensor):
-        whole = distribute_tensor(
-            whole.to(parameter.device, parameter.dtype),
-            parameter.device_mesh,
-            parameter.placements,
-            src_data_rank=None,
-        ).to_local()
-        parameter.to_local().copy_(whole)
-    else:
+    if not hasattr(parameter, "placements"):
         parameter.copy_(whole)
+        return
+    from torch.distributed.tensor import distribute_tensor  # over a second to import
+
+    local = distribute_tensor(
+        whole.to(parameter.device, parameter.dtype),
+        parameter.device_mesh,
+        parameter.placements,
+        src_data_rank=None,
+    ).to_local()
+    parameter.to_local().copy_(local)

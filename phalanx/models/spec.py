@@ -6,7 +6,6 @@ packed, quantised) is derived from them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from math import prod
@@ -197,8 +196,3 @@ def lora_tensors(
             name = f"{module}.{part}.weight"
             tensors[name] = TensorSpec(name, shape, dtype, std)
     return tensors
-
-
-def total_bytes(tensors: Iterable[TensorSpec]) -> int:
-    """Bytes of some tensors."""
-    return sum(spec.num_bytes for spec in tensors)

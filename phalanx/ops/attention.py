@@ -54,7 +54,12 @@ class Documents:
 
     def bounds_tensor(self, device: torch.device) -> Tensor:
         """The bounds as int32 on `device`, as variable-length kernels read them."""
-        return torch.tensor(self.bounds, dtype=torch.int32, device=device)
+        return _bounds_tensor(self.bounds, device)
+
+
+@lru_cache(maxsize=8)  # every layer asks for the same one
+def _bounds_tensor(bounds: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.tensor(bounds, dtype=torch.int32, device=device)
 
 
 def packed_attention(

@@ -1,6 +1,6 @@
 """Root-mean-square norm with weights stored around zero, alone or followed by a rotation.
 
-Legend: S rows (any leading dimensions), D channels.
+Legend: S rows (any leading dimensions), D channels, H heads of C channels, c = C / 2.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ def rms_norm(x_SD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
 
 
 def rms_norm_rotate(
-    x_SHC: Tensor, weight_C: Tensor, eps: float, cos_S1C: Tensor, sin_S1C: Tensor
+    x_SHC: Tensor, weight_C: Tensor, eps: float, cos_S1c: Tensor, sin_S1c: Tensor
 ) -> Tensor:
     """`rope.rotate(rms_norm(x), cos, sin)` without rounding in between."""
-    return _RmsNorm.apply(x_SHC, weight_C, eps, cos_S1C, sin_S1C)
+    return _RmsNorm.apply(x_SHC, weight_C, eps, cos_S1c, sin_S1c)
 
 
 class _RmsNorm(torch.autograd.Function):

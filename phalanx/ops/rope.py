@@ -1,4 +1,4 @@
-"""Rotary position embedding. Legend: S rows, H heads, C channels per head."""
+"""Rotary position embedding. Legend: S rows, H heads, C channels per head, c = C / 2."""
 
 from __future__ import annotations
 
@@ -9,24 +9,23 @@ from torch import Tensor
 def rope_table(
     positions_S: Tensor, head_dim: int, theta: float, factor: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """cos and sin of every position and frequency, float32 [S, 1, C / 2] each.
+    """cos and sin of every position and frequency, float32 [S, 1, c] each.
 
-    Frequency i of C / 2 is theta ** (-2 i / C) / factor.
+    Frequency i of c is theta ** (-2 i / C) / factor.
     """
     steps = torch.arange(0, head_dim, 2, dtype=torch.float32, device=positions_S.device)
     frequency = 1.0 / (theta ** (steps / head_dim)) / factor
-    angle_S1C = positions_S.to(torch.float32)[:, None, None] * frequency
-    return angle_S1C.cos(), angle_S1C.sin()
+    angle_S1c = positions_S.to(torch.float32)[:, None, None] * frequency
+    return angle_S1c.cos(), angle_S1c.sin()
 
 
-def rotate(x_SHC: Tensor, cos_S1C: Tensor, sin_S1C: Tensor) -> Tensor:
+def rotate(x_SHC: Tensor, cos_S1c: Tensor, sin_S1c: Tensor) -> Tensor:
     """x rotated by position: channel i is paired with channel i + C / 2 (Hugging Face's pairing).
 
     Source: Su et al., RoFormer, arXiv 2104.09864, section 3.2.2; pairing of halves as in GPT-NeoX.
     """
-    first, second = x_SHC.chunk(2, -1)
-    out_SHC = torch.empty_like(x_SHC)
-    out_first, out_second = out_SHC.chunk(2, -1)
-    torch.mul(first, cos_S1C, out=out_first).addcmul_(second, sin_S1C, value=-1.0)
-    torch.mul(second, cos_S1C, out=out_second).addcmul_(first, sin_S1C)
-    return out_SHC
+    x_SH2c = x_SHC.unflatten(-1, (2, -1))
+    out_SH2c = x_SH2c * cos_S1c.unsqueeze(-2)
+    out_SH2c[..., 0, :].addcmul_(x_SH2c[..., 1, :], sin_S1c, value=-1.0)
+    out_SH2c[..., 1, :].addcmul_(x_SH2c[..., 0, :], sin_S1c)
+    return out_SH2c.flatten(-2)
