@@ -45,9 +45,7 @@ def serve(
 ) -> None:
     """Serve a model folder until interrupted."""
     from phalanx.engines.serve.settings import ServeSettings, require_packages
-    from phalanx.registry import lookup
 
-    lookup("serve", scheduler, "--scheduler")
     settings = ServeSettings(
         folder=folder,
         scheduler=scheduler,

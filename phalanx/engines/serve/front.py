@@ -11,38 +11,19 @@ import json
 import socket
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import uvicorn
 
 from phalanx.engines.serve.app import create_app
 from phalanx.engines.serve.client import EngineClient
-from phalanx.engines.serve.settings import ServeSettings
+from phalanx.engines.serve.settings import ServeSettings, require_servable
 from phalanx.engines.serve.text import Tokeniser
 from phalanx.engines.serve.wire import encode, error_to_json
 from phalanx.errors import JobError, PhalanxError
-from phalanx.models.spec import DecoderConfig, read_config
 from phalanx.units import format_bytes
 
 _DRAIN_S = 5
-
-
-def require_servable(settings: ServeSettings) -> DecoderConfig:
-    """The config of the folder, before any process starts.
-
-    Raises:
-        JobError: `job/not-found` for a folder without config.json or weights, `model/unknown` for a
-            model that is not supported, `job/bad-value` for more tokens than it has positions.
-    """
-    config = read_config(settings.folder)
-    if not any(Path(settings.folder).glob("*.safetensors")):
-        rule = "holds no safetensors weights"
-        raise JobError("job/not-found", "model folder", settings.folder, rule)
-    if settings.max_tokens > config.max_positions:
-        rule, legal = "the model was not made for such positions", [config.max_positions]
-        raise JobError("job/bad-value", "serve.max_tokens", settings.max_tokens, rule, legal=legal)
-    return config
 
 
 def listen(settings: ServeSettings) -> socket.socket:

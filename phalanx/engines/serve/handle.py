@@ -8,7 +8,7 @@ import sys
 from types import TracebackType
 from typing import Any
 
-from phalanx.engines.serve.settings import ServeSettings, require_packages
+from phalanx.engines.serve.settings import ServeSettings, require_packages, require_servable
 from phalanx.engines.serve.wire import encode, error_from_json
 from phalanx.errors import WorldError
 from phalanx.job import PlanSection
@@ -90,4 +90,6 @@ def start_server(folder: str, *, port: int = 0, **options: Any) -> ServerHandle:
     """
     require_packages()
     options.setdefault("scheduler", PlanSection().serve)
-    return ServerHandle(ServeSettings(folder=str(folder), port=port, **options))
+    settings = ServeSettings(folder=str(folder), port=port, **options)
+    require_servable(settings)
+    return ServerHandle(settings)

@@ -66,6 +66,7 @@ def _draw(probs_RV: Tensor, top_p: Sequence[float], draws: Sequence[float]) -> l
         before_RN = best.values.cumsum(-1) - best.values
         closed = (best.values.sum(-1, keepdim=True) >= p_R1).flatten().tolist()
         nucleus_RN = torch.where(before_RN < p_R1, best.values, 0.0)
+        nucleus_RN[:, 0] = best.values[:, 0]  # the best one always stays
         places = _invert(nucleus_RN, [draws[row] for row in open_])
         chosen = best.indices.gather(1, torch.tensor(places, device=probs_RV.device)[:, None])
         left = []

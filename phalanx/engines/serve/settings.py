@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.errors import JobError, nearest_names
-from phalanx.models.spec import DTYPE_BYTES
+from phalanx.models.spec import DTYPE_BYTES, DecoderConfig, read_config
+from phalanx.registry import build
 
 MAX_LOGPROBS = 20
 _PACKAGES = {"torch": "torch", "fastapi": "serve", "uvicorn": "serve"}  # package -> extra
@@ -94,6 +95,25 @@ class ServeSettings:
     def to_dict(self) -> dict[str, Any]:
         """For the engine process."""
         return asdict(self)
+
+
+def require_servable(settings: ServeSettings) -> DecoderConfig:
+    """The config of the folder, looked at before any process starts.
+
+    Raises:
+        JobError: `job/not-found` for a folder without config.json or weights, `model/unknown` for a
+            model that is not supported, `job/bad-value` for more tokens than it has positions,
+            `registry/unknown` and `job/unknown-key` for the scheduler.
+    """
+    build("serve", settings.scheduler, "plan.serve")
+    config = read_config(settings.folder)
+    if not any(Path(settings.folder).glob("*.safetensors")):
+        rule = "holds no safetensors weights"
+        raise JobError("job/not-found", "model folder", settings.folder, rule)
+    if settings.max_tokens > config.max_positions:
+        rule, legal = "the model was not made for such positions", [config.max_positions]
+        raise JobError("job/bad-value", "serve.max_tokens", settings.max_tokens, rule, legal=legal)
+    return config
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
