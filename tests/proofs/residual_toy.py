@@ -19,6 +19,7 @@ from phalanx.mesh import Mesh
 from phalanx.ops.residual import AdamW, Batch, ResidualStep, residual_backward, residual_forward
 from phalanx.policy import Order, Spec
 from phalanx.registry import build
+from phalanx.trace import Trace
 from phalanx.workload import StepWork, toy_work
 
 ITEM_TOKENS = (5, 3, 8)  # no two alike, two of them odd
@@ -104,6 +105,14 @@ def make_toy(case: Case) -> Toy:
 def make_step(case: Case, toy: Toy) -> ResidualStep:
     """The ops of a case."""
     return ResidualStep(case.work, case.mesh, case.order, case.specs, num_counted=toy.num_counted)
+
+
+def issue_rows(trace: Trace, rank: int) -> list[tuple]:
+    """What ranks must agree on, in order of issue; only the simulator knows what a Free gives."""
+    columns = ("step", "item", "phase", "layer", "lane", "axis", "peer", "wire_bytes")
+    rows = list(trace.where(rank=rank).rows())
+    payloads = [0.0 if row["operator"] == "free" else row["payload_bytes"] for row in rows]
+    return [(*(row[c] for c in columns), payload) for row, payload in zip(rows, payloads)]
 
 
 # ---- one process -------------------------------------------------------------------------------

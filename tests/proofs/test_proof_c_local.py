@@ -19,11 +19,11 @@ from phalanx.errors import WorldError
 from phalanx.policies.data.fsdp import Fsdp
 from phalanx.policies.data.replicate import Replicate
 from phalanx.policies.tensor.megatron import Megatron
-from phalanx.trace import Trace
 from phalanx.worlds.local import LocalWorld
 from phalanx.worlds.sim import SimWorld
 from tests.proofs.residual_toy import (
     Case,
+    issue_rows,
     loss_whole,
     make_step,
     make_toy,
@@ -32,6 +32,8 @@ from tests.proofs.residual_toy import (
     plain_training,
     worst_difference,
 )
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 CUBE = {"pp": 2, "shard": 2, "tp": 2}
 SEQUENCE = Megatron(sequence_parallel=True)
@@ -73,15 +75,6 @@ SUMS_IN_ANOTHER_ORDER = [
     name for name, case in CASES.items() if any(spec in (EVERY, EVERY_KEPT) for spec in case.specs)
 ]
 LEAST_ORDERED = "reduce every item, no reshard"  # no gather stands between reductions
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Threads of tiny products wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 class Played:
@@ -151,14 +144,6 @@ def test_replicas_hold_the_same_bits(name):
     assert all(torch.equal(both[0][n], both[1][n]) for n in both[0])
 
 
-def rows_of(trace: Trace, rank: int) -> list[tuple]:
-    """What ranks must agree on, in order of issue; only the simulator knows what a Free gives."""
-    columns = ("step", "item", "phase", "layer", "lane", "axis", "peer", "wire_bytes")
-    rows = list(trace.where(rank=rank).rows())
-    payloads = [0.0 if row["operator"] == "free" else row["payload_bytes"] for row in rows]
-    return [(*(row[c] for c in columns), payload) for row, payload in zip(rows, payloads)]
-
-
 def test_logs_equal_the_simulated_ones_on_every_rank(case):
     played = Played(case, 2, optimizes=True)
     check_program(played.program)
@@ -166,7 +151,7 @@ def test_logs_equal_the_simulated_ones_on_every_rank(case):
     simulated = drive(sim, program=played.program, num_steps=2)
     for rank in range(case.mesh.size):
         assert played.trace.log(rank) == simulated.log(rank)
-        assert rows_of(played.trace, rank) == rows_of(simulated, rank)
+        assert issue_rows(played.trace, rank) == issue_rows(simulated, rank)
 
 
 class ShuffledWorld(LocalWorld):
@@ -227,5 +212,5 @@ def test_a_gradient_would_be_lost_without_its_wait(monkeypatch):
         "_let_wait",
         lambda visit, label: None if label.startswith("reduce:") else let_wait(visit, label),
     )
-    with pytest.raises(WorldError, match="layers.*/grad differs from the plan"):
+    with pytest.raises(WorldError, match=r"layers.*/grad differs from the plan"):
         has_same_bits(LEAST_ORDERED)
