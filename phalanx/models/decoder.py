@@ -182,7 +182,7 @@ class Decoder(nn.Module):
         device: "meta" builds shapes only (fill with `load_parameters`).
         layers: global indices of the layers to hold; None: all.
 
-    Unfilled weights are undefined: call `load_parameters` or `initialise`.
+    Weights are undefined until `parameters.load_parameters` fills them.
     """
 
     def __init__(
@@ -224,6 +224,7 @@ class Decoder(nn.Module):
             dropout: what adapters' dropout depends on; needed when they train with dropout.
         """
         documents = Documents.from_starts(document_starts, rows.shape[0])
+        assert caches is None or len(caches) == len(documents.lengths), "one cache per document"
         if positions_S is None:
             positions_S = self._positions(documents, caches, rows.device)
         x_SD = self._embed(rows) if self.is_first else rows

@@ -120,6 +120,18 @@ def test_truncated_cache_equals_one_that_never_saw_the_rest():
         cache.truncate(21)
 
 
+def test_cache_dtype_is_independent_of_the_weights():
+    """Keys and values rounded to bfloat16 once: hidden states move by a few of its steps."""
+    decoder = random_decoder(CONFIGS["grouped_queries"])
+    tokens = random_tokens(decoder.config, 20)
+    cache = KvCache(decoder.config, dtype=torch.bfloat16)
+    with torch.no_grad():
+        stepwise = torch.cat([decoder(t, caches=[cache]) for t in tokens.split(1)])
+        whole = decoder(tokens)
+    error = (stepwise - whole).norm() / whole.norm()
+    assert 1e-5 < error < 2**-5
+
+
 def test_stages_composed_equal_the_whole_decoder():
     whole = random_decoder(CONFIGS["grouped_queries"])
     tokens = random_tokens(whole.config, 33)
