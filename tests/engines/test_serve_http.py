@@ -1,15 +1,10 @@
-"""The server as its clients see it: the official client, raw sockets, the command line."""
+"""The server as its clients see it: the official client, raw sockets, the load test."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import os
-import signal
 import socket
-import subprocess
-import sys
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -17,43 +12,19 @@ from pathlib import Path
 
 import openai
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from phalanx.bench_load import load_test
-from phalanx.drive import drive
 from phalanx.engines.serve import ServerHandle, start_server
-from phalanx.engines.serve.core import make_engine as engine_of_folder
-from phalanx.engines.serve.settings import Sampling, ServeSettings
-from phalanx.engines.serve.world import EngineWorld
-from phalanx.errors import JobError, PlanError, WorldError
-from phalanx.policies.serve.continuous import Continuous
-from tests.engines.serve_cases import (
-    VOCABULARY,
-    ScriptedInbox,
-    make_engine,
-    prompt_of,
-    request,
-    write_model,
-)
+from phalanx.errors import JobError, WorldError
+from tests.engines.serve_cases import VOCABULARY, prompt_of, write_model
+from tests.engines.serve_clients import OPTIONS, ask, expected, wait_until, write_text_model
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(180)]
-OPTIONS = {"max_running": 3, "max_tokens": 128, "max_step_tokens": 32, "threads": 1}
-
-
-def add_tokenizer(folder: Path) -> None:
-    """A byte tokenizer cut to the model's vocabulary: printable ASCII and a few more."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())[:VOCABULARY]
-    tokenizer = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.save(str(folder / "tokenizer.json"))
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    path = write_model(tmp_path_factory.mktemp("serve") / "tiny")
-    add_tokenizer(path)
-    return path
+    return write_text_model(tmp_path_factory.mktemp("serve") / "tiny")
 
 
 @pytest.fixture(scope="module")
@@ -67,29 +38,10 @@ def client(server) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
 
 
-def expected(prompt: list[int], num_new: int) -> list[int]:
-    inbox = ScriptedInbox({0: [request(0, prompt, Sampling(max_new=num_new, ignore_eos=True))]})
-    drive(EngineWorld(make_engine(), inbox), reacts=[Continuous()])
-    return inbox.tokens()[0]
-
-
-def ask(client: openai.OpenAI, prompt, num: int = 12, **options):
-    extra = {"ignore_eos": True, "return_token_ids": True} | options.pop("extra_body", {})
-    defaults = {"model": "tiny", "max_tokens": num, "temperature": 0}
-    return client.completions.create(prompt=prompt, extra_body=extra, **defaults | options)
-
-
 def metric(server: ServerHandle, name: str) -> int:
     with urllib.request.urlopen(f"{server.url}/metrics", timeout=10) as answer:
         lines = answer.read().decode().splitlines()
     return int(next(line.split()[1] for line in lines if line.startswith(f"phalanx_{name} ")))
-
-
-def wait_until(condition, seconds: float = 20.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "did not come true"
-        time.sleep(0.05)
 
 
 # ---- the official client -------------------------------------------------------------------------
@@ -192,12 +144,21 @@ def test_what_cannot_be_served_is_a_400_that_says_why(client, options, words):
         ask(client, **options)
 
 
-def test_a_body_that_is_no_json_is_a_400(server):
-    post = urllib.request.Request(f"{server.url}/v1/completions", b"{", method="POST")
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (b"{", "is not valid JSON"),
+        (b"\xff", "is not valid JSON"),
+        (b"[" * 100_000, "is not valid JSON"),
+        (b'{"prompt": "a\\ud83d"}', "half a surrogate pair"),
+    ],
+)
+def test_a_body_that_cannot_be_read_is_a_400(server, body, words):
+    post = urllib.request.Request(f"{server.url}/v1/completions", body, method="POST")
     with pytest.raises(urllib.error.HTTPError) as caught:
         urllib.request.urlopen(post, timeout=10)
     assert caught.value.code == 400
-    assert "is not valid JSON" in json.load(caught.value)["error"]["message"]
+    assert words in json.load(caught.value)["error"]["message"]
 
 
 def test_a_full_queue_is_a_429_at_once(server):
@@ -264,101 +225,6 @@ def test_weights_change_in_place_and_answers_name_them(server, client, tmp_path)
     assert after.choices[0].token_ids != before.choices[0].token_ids
     update(Path(server.settings.folder), "tiny@0")
     assert ask(client, prompt_of(9)).choices == before.choices
-
-
-# ---- health, processes, command line -------------------------------------------------------------
-
-
-def children_of(pid: int) -> list[int]:
-    text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
-    return [int(each) for each in text.split()]
-
-
-def refusal_of(query: str | urllib.request.Request) -> bytes:
-    """What a 503 says; nothing while requests are answered."""
-    try:
-        urllib.request.urlopen(query, timeout=10).close()
-    except urllib.error.HTTPError as error:
-        assert error.code == 503
-        return error.read()
-    return b""
-
-
-def test_health_fails_when_the_engine_is_dead_although_http_lives(folder):
-    with start_server(folder, **OPTIONS) as server:
-        with urllib.request.urlopen(f"{server.url}/health", timeout=10) as answer:
-            assert json.load(answer)["status"] == "ok"
-        (core,) = children_of(server._process.pid)
-        os.kill(core, signal.SIGKILL)
-        wait_until(lambda: b"ended with signal 9" in refusal_of(f"{server.url}/health"))
-        completion = urllib.request.Request(f"{server.url}/v1/completions", b'{"prompt": [5]}')
-        assert b"ended with signal 9" in refusal_of(completion)
-
-
-def test_health_fails_when_the_engines_loop_stands_still(folder):
-    with start_server(folder, stall_s=1.5, **OPTIONS) as server:
-        (core,) = children_of(server._process.pid)
-        os.kill(core, signal.SIGSTOP)
-        try:
-            wait_until(lambda: b"without progress" in refusal_of(f"{server.url}/health"))
-        finally:
-            os.kill(core, signal.SIGCONT)
-        wait_until(lambda: not refusal_of(f"{server.url}/health"))
-
-
-def test_no_process_outlives_a_server_that_was_killed(folder):
-    server = start_server(folder, **OPTIONS)
-    (core,) = children_of(server._process.pid)
-    server._process.kill()
-    server.close()
-    wait_until(lambda: not Path(f"/proc/{core}").exists())
-
-
-def test_a_taken_port_is_named_before_anything_starts(server, folder):
-    port = int(server.url.rsplit(":", 1)[1])
-    with pytest.raises(JobError, match=f"127.0.0.1:{port}: cannot be listened on: address already"):
-        start_server(folder, port=port, **OPTIONS)
-
-
-def test_folders_that_hold_no_model_are_named(tmp_path, folder):
-    with pytest.raises(JobError, match=r"has no config\.json"):
-        start_server(tmp_path)
-    (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
-    with pytest.raises(JobError, match="holds no safetensors weights"):
-        start_server(tmp_path)
-    with pytest.raises(JobError, match=r"max_tokens = 9999: .*legal values: 512"):
-        start_server(folder, max_tokens=9999)
-    with pytest.raises(JobError, match="nearest legal values: continuous"):
-        start_server(folder, scheduler="continous", **OPTIONS)
-
-
-def test_what_only_the_engine_can_know_comes_back_as_the_same_error(folder):
-    scheduler = {"name": "continuous", "chunk": 64}
-    with pytest.raises(PlanError, match=r"chunk = 64: must lie in 1..32"):
-        start_server(folder, scheduler=scheduler, **OPTIONS)
-    for options, words in (
-        ({"kv_tokens": 100}, "kv_tokens = 100: the KV cache must hold the longest request"),
-        ({"device": "cuda:77"}, "device = 'cuda:77': torch has no such device here"),
-    ):
-        settings = ServeSettings(folder=str(folder), scheduler="continuous", **OPTIONS | options)
-        with pytest.raises(JobError, match=words):
-            engine_of_folder(settings)
-
-
-def test_the_command_line_says_what_fits_and_ends_with_its_interrupt(folder):
-    command = [sys.executable, "-m", "phalanx.cli", "serve", str(folder), "--port", "0"]
-    command += ["--max-running", "3", "--max-tokens", "100", "--threads", "1"]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
-        url = process.stdout.readline().strip()
-        answer = urllib.request.urlopen(f"{url}/v1/models", timeout=10).read()
-        assert b'"max_model_len":100' in answer
-        process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=30)
-    assert "up to 3 requests at once, 100 tokens each" in err and out == ""
-    assert "Traceback" not in err
-    assert process.returncode in (0, 130)
 
 
 # ---- load test -----------------------------------------------------------------------------------

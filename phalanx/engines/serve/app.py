@@ -61,6 +61,9 @@ class _Front:
     async def completions(self, request: Request) -> Response:
         """POST a completion; an answer, or server-sent events with `stream`."""
         asked = parse_completion(await _json(request), self._name)
+        if asked.stops and not self._tokeniser.has_text:
+            rule = "needs a tokenizer.json in the model folder; use stop_token_ids"
+            raise JobError("serve/request", "stop", None, rule)
         # encoding long texts takes long enough to hold up the streams of others
         prompts = [
             await asyncio.to_thread(self._tokeniser.encode, each)
@@ -144,7 +147,7 @@ async def _json(request: Request) -> Any:
             raise JobError("serve/request", "body", f"over {MAX_BODY_BYTES}", rule)
     try:
         return json.loads(body)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise JobError("serve/request", "body", None, f"is not valid JSON: {error}") from None
 
 

@@ -29,11 +29,13 @@ class Tokeniser:
         """Ids, with the special tokens that the tokenizer adds at the start.
 
         Raises:
-            JobError: `serve/request` without a tokenizer.
+            JobError: `serve/request` without a tokenizer, or for half a surrogate pair.
         """
         if self._tokenizer is None:
             rule = "the model folder has no tokenizer.json; send token ids"
             raise JobError("serve/request", "prompt", None, rule)
+        if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
+            raise JobError("serve/request", "prompt", None, "holds half a surrogate pair")
         return self._tokenizer.encode(text).ids
 
     def decode(self, tokens: Sequence[int], *, skip_special: bool = True) -> str:
