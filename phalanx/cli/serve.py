@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import fields
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from phalanx.cli.output import progress, write
 from phalanx.job import PlanSection, ServeSection
 
-_DEFAULT = {each.name: each.default for each in fields(ServeSection)}
+_DEFAULT: dict[str, Any] = {each.name: each.default for each in fields(ServeSection)}
 
 
 def register(app: typer.Typer) -> None:

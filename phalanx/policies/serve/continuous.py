@@ -20,9 +20,8 @@ included: the known tokens of all that run, and their next one, must fit.
 Cost: ceil(prompt / min(C, T)) + outputs - 1 steps of a lone request; k_i tokens computed twice by a
 preemption; between two tokens at most one step of T tokens; a decision is O(R), vectorised.
 
-Source: iteration-level scheduling, Orca, OSDI 2022, section 4.1; blocks and preemption by
-recomputation, PagedAttention, arXiv 2309.06180, sections 4.3 and 4.5; chunked prompts beside
-decoding, Sarathi-Serve, arXiv 2403.02310, algorithm 3.
+Source: iterations, Orca, OSDI 2022, section 4.1; blocks and recomputation, PagedAttention, arXiv
+2309.06180, sections 4.3 and 4.5; chunked prompts, Sarathi-Serve, arXiv 2403.02310, algorithm 3.
 
 Differences and limits: no priorities, swapping, drafts or shared prefixes; blocks are counted and
 block tables never touched. Admission reserves one output token, not all, so preemption happens; the
@@ -83,9 +82,10 @@ class Continuous(React):
                 slots = (event.data.get(name, -1) for name in ("adapter", "grammar"))
                 state.waiting.append((event.item, event.data["prompt_len"], *slots))
             elif event.kind == "step":
-                query, state.query = state.query, None
-                state.running[CACHED] += query
-                state.running[KNOWN, np.flatnonzero(query)] += event.data["accepted"]
+                assert state.query is not None, "a step ended that was not decided here"
+                state.running[CACHED] += state.query
+                state.running[KNOWN][state.query > 0] += event.data["accepted"]
+                state.query = None
             elif event.kind in ("finish", "cancel"):
                 state.gone.add(event.item)
         return [] if state.query is not None else self._next_step(state, view)
@@ -112,8 +112,7 @@ class Continuous(React):
         decodes = want == 1
         prompt = np.where(decodes, 0, want)
         left = state.max_step_tokens - np.count_nonzero(decodes)
-        granted = np.clip(left - (np.cumsum(prompt) - prompt), 0, prompt)
-        return np.where(decodes, 1, granted)
+        return np.where(decodes, 1, np.clip(left - (np.cumsum(prompt) - prompt), 0, prompt))
 
     def _admit(self, state: ContinuousState, query: np.ndarray, room: int, size: int) -> np.ndarray:
         left = state.max_step_tokens - int(query.sum())
@@ -136,16 +135,16 @@ class Continuous(React):
 
     def _step(self, state: ContinuousState, query: np.ndarray, preempted: np.ndarray) -> Action:
         state.query, state.num_steps = query, state.num_steps + 1
-        rows = np.flatnonzero(query)
+        rows = query > 0
         request, _, adapter, grammar, cached = state.running[:, rows].tolist()
         plan = BatchPlan(
             requests=request,
             query_len=query[rows].tolist(),
             kv_len=cached,
-            num_draft=[0] * len(rows),
+            num_draft=[0] * len(request),
             adapter=adapter,
             grammar=grammar,
             preempted=preempted.tolist(),
         )
-        label, num = f"step.{state.num_steps}", plan.num_tokens
-        return Compute(op=ENGINE_STEP, label=label, num_tokens=num, batch=plan)
+        label = f"step.{state.num_steps}"
+        return Compute(op=ENGINE_STEP, label=label, num_tokens=plan.num_tokens, batch=plan)
