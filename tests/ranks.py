@@ -37,24 +37,23 @@ from __future__ import annotations
 import atexit
 import os
 import pickle
-import random
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-import traceback
 from collections.abc import Callable, Collection
-from datetime import timedelta
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any
 
+from tests.rank_worker import GRACE_S, LOADED, current_store
+
+__all__ = ["DIED", "RankFailed", "close_pool", "current_store", "run_ranks"]
+
 ROOT = Path(__file__).resolve().parent.parent
 MAX_WORKERS = 8
 FIRST_WORKERS = 4
-GRACE_S = 5.0  # for the others to notice that a rank failed
-START_S = 60.0
+START_S = 100.0  # importing torch on a busy machine
 DIED = "died"
 
 
@@ -83,7 +82,8 @@ def run_ranks(
     """The results of `fn(rank, world_size, *args)` by rank, each in a process of its own.
 
     Args:
-        timeout_s: for the whole call, and for each wait inside its process group.
+        timeout_s: for the whole call; waits inside its process group last a little longer, so that
+            a hang is reported with what every rank was doing.
         backend: of the default process group; the logged form of a backend (worlds.logged_group)
             is "logged_gloo". None: no group.
         may_die: ranks whose death is part of the test.
@@ -107,15 +107,12 @@ class _Worker:
     def __init__(self) -> None:
         self.pipe, child_pipe = Pipe()
         self.answers, child_answers = Pipe()
+        self.is_ready = False
         self.output = tempfile.TemporaryFile()
         fds = (child_pipe.fileno(), child_answers.fileno())
         path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-        env = os.environ | {
-            "OMP_NUM_THREADS": "1",
-            "GLOO_SOCKET_IFNAME": "lo",
-            "PYTHONPATH": path,
-        }
-        code = f"from tests.ranks import worker_main; worker_main{fds}"
+        env = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": path}
+        code = f"from tests.rank_worker import worker_main; worker_main{fds}"
         self.process = subprocess.Popen(
             [sys.executable, "-c", code],
             pass_fds=fds,
@@ -126,6 +123,16 @@ class _Worker:
         )
         child_pipe.close()
         child_answers.close()
+
+    def await_ready(self, end_s: float) -> None:
+        """Wait until torch is imported, so that no time of a call goes into that."""
+        if not self.is_ready:
+            if not self.pipe.poll(max(0.0, end_s - time.monotonic())):
+                raise TimeoutError(f"a worker did not start in {START_S:g} s")
+            try:
+                self.is_ready = pickle.loads(self.pipe.recv_bytes()) == "ready"
+            except EOFError:
+                raise RuntimeError(f"a worker did not start:\n{self.last_output()}") from None
 
     def where(self) -> str:
         """What its watcher thread says it is doing."""
@@ -159,12 +166,16 @@ class _Pool:
         self.workers = [w for w in self.workers if w.process.poll() is None]
         wanted = max(count, FIRST_WORKERS)
         self.workers += [_Worker() for _ in range(wanted - len(self.workers))]
+        end_s = time.monotonic() + START_S
+        for worker in self.workers[:count]:
+            worker.await_ready(end_s)
         return self.workers[:count]
 
     def replace(self, old: _Worker) -> _Worker:
         old.stop()
         new = _Worker()
         self.workers[self.workers.index(old)] = new
+        new.await_ready(time.monotonic() + START_S)
         return new
 
     def drop(self, workers: Collection[_Worker]) -> None:
@@ -195,33 +206,48 @@ class _Call:
 
     def run(self, pool: _Pool) -> list[Any]:
         self.workers = dict(enumerate(pool.take(self.world_size)))
+        hung = self._load(pool)
+        if not hung and not self.failures:
+            for worker in self.workers.values():
+                worker.pipe.send_bytes(b"go")
+            hung = self._await(pool, self.timeout_s)
+        where = {rank: self.workers[rank].where() for rank in hung}
+        pool.drop([self.workers[rank] for rank in hung])
+        if where or self.failures:
+            raise self._failure(where)
+        return [self.results[rank] for rank in range(self.world_size)]
+
+    def _load(self, pool: _Pool) -> list[int]:
+        """Let all import what the task needs, so that none keeps the others waiting with that."""
         for rank in self.workers:
             self._send(rank)
-        waiting = set(self.workers)
-        end_s = time.monotonic() + self.timeout_s + START_S
-        while waiting and time.monotonic() < end_s:
-            pipes = {self.workers[rank].pipe: rank for rank in waiting}
-            for pipe in wait(list(pipes), timeout=max(0.0, end_s - time.monotonic())):
-                rank = pipes[pipe]
-                kind = self._collect(rank, pipe, pool)
-                if kind == "started":
-                    end_s = min(end_s, time.monotonic() + self.timeout_s)
-                elif kind != "again":
-                    waiting.discard(rank)
-                if kind == "failed":
-                    end_s = min(end_s, time.monotonic() + GRACE_S)
-        hung = {rank: self.workers[rank].where() for rank in sorted(waiting)}
-        pool.drop([self.workers[rank] for rank in waiting])
-        if hung or self.failures:
-            raise self._failure(hung)
-        return [self.results[rank] for rank in range(self.world_size)]
+        hung = self._await(pool, START_S)
+        for rank in self.workers if hung or self.failures else ():
+            if self.results.pop(rank, None) == LOADED:
+                self.workers[rank].pipe.send_bytes(b"skip")
+        return hung
 
     def _send(self, rank: int) -> None:
         self.workers[rank].pipe.send_bytes(pickle.dumps((rank, *self.head)))
         self.workers[rank].pipe.send_bytes(self.task)
 
+    def _await(self, pool: _Pool, timeout_s: float) -> list[int]:
+        """Collect one answer of each rank; the ranks that gave none in time."""
+        waiting = set(self.workers)
+        end_s = time.monotonic() + timeout_s
+        while waiting and time.monotonic() < end_s:
+            pipes = {self.workers[rank].pipe: rank for rank in waiting}
+            for pipe in wait(list(pipes), timeout=max(0.0, end_s - time.monotonic())):
+                rank = pipes[pipe]
+                kind = self._collect(rank, pipe, pool)
+                if kind != "again":
+                    waiting.discard(rank)
+                if kind == "failed":
+                    end_s = min(end_s, time.monotonic() + GRACE_S)
+        return sorted(waiting)
+
     def _collect(self, rank: int, pipe: Connection, pool: _Pool) -> str:
-        """What became of the rank: "started", "done", "failed" or "again"."""
+        """What became of the rank: "done", "failed" or "again"."""
         try:
             kind, at_s, value, text = pickle.loads(pipe.recv_bytes())
         except (EOFError, OSError):
@@ -244,6 +270,8 @@ class _Call:
             self.may_die.discard(rank)
             self.workers[rank] = pool.replace(worker)
             self._send(rank)
+            self.workers[rank].pipe.recv_bytes()  # it has loaded the task
+            self.workers[rank].pipe.send_bytes(b"go")
             return "again"
         pool.drop([worker])
         self.results[rank] = DIED
@@ -264,93 +292,3 @@ class _Call:
             lines += [f"rank {rank}: {where}" for rank, where in hung.items()]
         errors = {rank: error for _, rank, error, _ in failures} | dict.fromkeys(hung)
         return RankFailed("\n".join(lines), first, errors)
-
-
-# ---- in the worker ---------------------------------------------------------------------------
-
-_store: Any = None
-
-
-def current_store() -> Any:
-    """The store of the current call, in a worker."""
-    assert _store is not None, "current_store() is for functions that run_ranks runs"
-    return _store
-
-
-def worker_main(pipe_fd: int, answers_fd: int) -> None:
-    """Serve calls until the parent closes the pipe."""
-    import torch
-    import torch.distributed
-
-    torch.set_num_threads(1)
-    pipe = Connection(pipe_fd)
-    main_thread = threading.get_ident()
-    threading.Thread(
-        target=_answer, args=(Connection(answers_fd), main_thread), daemon=True
-    ).start()
-    while True:
-        try:
-            head, task = pickle.loads(pipe.recv_bytes()), pipe.recv_bytes()
-        except EOFError:
-            os._exit(0)  # skips the teardown of process groups that a test may have left
-        pipe.send_bytes(pickle.dumps(("started", time.monotonic(), None, "")))
-        pipe.send_bytes(_serve(head, task))
-
-
-def _serve(head: tuple, task: bytes) -> bytes:
-    import torch.distributed
-
-    rank, port, world_size, timeout_s, backend, path = head
-    sys.path[:] = path
-    try:
-        value = _run_task(task, rank, port, world_size, timeout_s, backend)
-        answer = pickle.dumps(("done", time.monotonic(), value, ""))
-    except BaseException as error:  # a worker must report whatever happened and live on
-        at_s, text = time.monotonic(), traceback.format_exc()
-        try:
-            answer = pickle.dumps(("failed", at_s, error, text))
-            pickle.loads(answer)
-        except Exception:  # not every exception survives pickling
-            answer = pickle.dumps(("failed", at_s, None, text))
-    finally:
-        if torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()
-    return answer
-
-
-def _run_task(task, rank, port, world_size, timeout_s, backend) -> Any:
-    global _store
-    import torch
-    import torch.distributed
-
-    fn, args = pickle.loads(task)
-    torch.manual_seed(1234 + rank)
-    random.seed(1234 + rank)
-    timeout = timedelta(seconds=timeout_s)
-    _store = torch.distributed.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
-    if backend is not None:
-        if backend.startswith("logged_"):
-            from phalanx.worlds.logged_group import backend_name
-
-            backend = backend_name(backend.removeprefix("logged_"))
-        torch.distributed.init_process_group(
-            backend, store=_store, rank=rank, world_size=world_size, timeout=timeout
-        )
-    return fn(rank, world_size, *args)
-
-
-def _answer(answers: Connection, main_thread: int) -> None:
-    """Tell where the main thread is; works while that hangs in native code."""
-    while True:
-        try:
-            answers.recv()
-            stack = traceback.format_stack(sys._current_frames()[main_thread], limit=6)
-            answers.send(f"{_last_collective()}\n{''.join(stack)}")
-        except (EOFError, OSError):
-            return
-
-
-def _last_collective() -> str:
-    module = sys.modules.get("phalanx.worlds.comm_log")
-    last = module.last_collective() if module is not None else None
-    return f"last collective: {last or 'none logged'}"

@@ -165,6 +165,11 @@ def issued(row: CommRow) -> None:
         _active.rows.append(row)
 
 
+def last_row() -> CommRow | None:
+    """The newest operation of this process; None before the first."""
+    return _last
+
+
 def last_collective() -> str | None:
-    """The newest operation of this process, for messages about hangs; None before the first."""
+    """The newest operation in words, for messages about hangs."""
     return None if _last is None else str(_last)

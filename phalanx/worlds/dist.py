@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from phalanx.action import Action, Collective, Recv, Send, Timer
-from phalanx.errors import CheckError, WorldError
+from phalanx.errors import WorldError
 from phalanx.mesh import Mesh
 from phalanx.policy import Event
 from phalanx.trace import Trace
@@ -34,8 +34,8 @@ from phalanx.worlds.comm_log import last_collective
 from phalanx.worlds.groups import LogicalGroup, bury
 from phalanx.worlds.logged_group import LoggedGroup
 from phalanx.worlds.pending import Entry, Pending, meeting
-from phalanx.worlds.pulse import Pulse, wait_for
-from phalanx.worlds.real import RealWorld, describe_open
+from phalanx.worlds.pulse import ENDED, Pulse, wait_for
+from phalanx.worlds.real import RealWorld
 from phalanx.worlds.rounds import Rounds
 from phalanx.worlds.torch_clock import clock_of
 from phalanx.worlds.torch_tensors import Op, RankContext
@@ -94,6 +94,7 @@ class DistWorld(RealWorld):
         self._rounds = Rounds(store, name, range(mesh.size), self.pulse, timeout_s)
         self._waiters = Waiters(self._clock)
         self._unwaited: list[Entry] = []  # transfers whose end only their stream knows
+        self._strays: list[Any] = []  # second copies of messages, alive as long as their buffers
         self._epochs: dict[str, LogicalGroup] = {}
         self._last_met: dict[Hashable, Entry] = {}  # newest transfer of each kind of meeting
         self._groups: dict[str, LoggedGroup] = {}
@@ -184,13 +185,6 @@ class DistWorld(RealWorld):
             self._finish(*done)
             return True
 
-    def stuck(self) -> Exception:
-        rule = "actions are left, and nothing is under way that they could wait for"
-        if self.interference is not None:
-            rule += f"; {self.interference.explain()}"
-        detail = describe_open(self.pending)
-        return CheckError("check/deadlock", f"rank {self.rank}", None, rule, detail=detail)
-
     # ---- transfers -------------------------------------------------------------------------------
 
     def _start_collective(self, entry: Entry, action: Collective) -> None:
@@ -222,6 +216,7 @@ class DistWorld(RealWorld):
 
     def _follow(self, entry: Entry, works: Sequence[Any], output: torch.Tensor | None) -> None:
         """Let the world know when a transfer that has been issued ends (one without work: now)."""
+        self._strays += works[1:]
         if not works:
             self._finish(entry, output, self.now(), None)
         elif self._is_stream_ordered:
@@ -315,7 +310,9 @@ class DistWorld(RealWorld):
         silent = self.pulse.find_silent(others)
         behind = [r for r in others if str(entry) not in self.pulse.last_words(r)]
         suspects = silent or behind or list(others)
-        state = "sends no heartbeat" if silent else "is alive"
+        state = "sends no heartbeat" if silent else "still beats"
+        if self.pulse.last_words(suspects[0]) == ENDED:
+            state = f"has {ENDED}"
         rule = f"did not come to {entry} of rank {self.rank} in {self.timeout_s:g} s and {state}"
         return self._blame("world/timeout", suspects, rule)
 

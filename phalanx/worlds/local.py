@@ -18,7 +18,7 @@ from phalanx.action import Collective, Recv, Send
 from phalanx.errors import CheckError
 from phalanx.mesh import Mesh
 from phalanx.worlds.pending import Entry, Pending
-from phalanx.worlds.real import RealWorld, describe_open
+from phalanx.worlds.real import RealWorld
 from phalanx.worlds.torch_tensors import IN_PLACE, Op, RankContext
 
 
@@ -62,7 +62,8 @@ class LocalWorld(RealWorld):
                 continue
             entry.start = self.now()
             pending.set_under_way(entry)
-            self._arrive(entry)
+            for each in self._copies(entry):
+                self._arrive(each)
 
     def await_transfer(self, until_s: float | None) -> bool:
         return False  # they end when the last one comes, never by themselves
@@ -70,10 +71,17 @@ class LocalWorld(RealWorld):
     def await_earlier(self, entry: Entry) -> None:
         pass
 
-    def stuck(self) -> Exception:
-        rule = "actions are left and none of them can happen"
-        detail = describe_open(self.pending)
-        return CheckError("check/deadlock", "program", None, rule, detail=detail)
+    def _copies(self, entry: Entry) -> list[Entry]:
+        """The entry, unless a fault loses it or lets it come twice."""
+        if self.interference is None or not isinstance(entry.action, Send):
+            return [entry]
+        copies = self.interference.copies(entry)
+        if not copies:
+            self.end(entry)
+        again = [Entry(entry.action, entry.rank, entry.step, entry.planned)] * (copies - 1)
+        for each in again:
+            each.ended = True  # nobody waits for a second arrival
+        return [entry, *again][:copies]
 
     def _arrive(self, entry: Entry) -> None:
         key, size = self._meeting(entry)
@@ -90,7 +98,8 @@ class LocalWorld(RealWorld):
             send, recv = sorted(present, key=lambda each: each.action.kind, reverse=True)
             self._deliver(send, recv)
         for each in present:
-            self.end(each)
+            if not each.ended:
+                self.end(each)
 
     def _meeting(self, entry: Entry) -> tuple[Hashable, int]:
         """What an entry meets its partners under, and how many come."""

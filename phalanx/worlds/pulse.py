@@ -17,6 +17,7 @@ from typing import Any
 from phalanx.errors import CODES, PhalanxError, WorldError
 
 _SILENT_BEATS = 4  # missed in a row
+ENDED = "ended its program"
 
 
 class Pulse:
@@ -42,17 +43,19 @@ class Pulse:
         self._thread.start()
 
     def close(self) -> None:
-        """End the heartbeat."""
+        """End the heartbeat; its last words say that nothing is wrong."""
         self._stop.set()
         self._thread.join(2 * self.beat_s + 1.0)
+        self._own.set(f"{self._name}/{self.rank}", f"0|{ENDED}")
 
     def publish(self, error: BaseException) -> None:
         """Tell all ranks of a failure; the first one counts."""
         notice = {"rank": self.rank, "code": "world/failed", "where": f"rank {self.rank}"}
-        notice |= {"value": None, "rule": f"raised {type(error).__name__}: {error}"}
+        notice |= {"value": None, "rule": f"raised {type(error).__name__}: {error}", "detail": ""}
         if isinstance(error, PhalanxError):
             value = None if error.value is None else str(error.value)
-            notice |= {"code": error.code, "where": error.where, "value": value, "rule": error.rule}
+            notice |= {"code": error.code, "where": error.where, "value": value}
+            notice |= {"rule": error.rule, "detail": error.detail}
         self._store.compare_set(f"{self._name}/failure", "", json.dumps(notice))
 
     def require_all_well(self) -> None:
@@ -61,7 +64,8 @@ class Pulse:
             return
         notice = self._failure
         assert notice["code"] in CODES
-        detail = f"reported by rank {notice['rank']}; rank {self.rank} was in: {self._doing()}"
+        reporter = f"reported by rank {notice['rank']}; rank {self.rank} was in: {self._doing()}"
+        detail = f"{notice['detail']}\n{reporter}".strip()
         rule, value = notice["rule"], notice["value"]
         raise WorldError(notice["code"], notice["where"], value, rule, detail=detail)
 
@@ -78,7 +82,7 @@ class Pulse:
             time.sleep(self.beat_s / 2)
             self.require_all_well()
             suspects = {r: count for r, count in suspects.items() if self._count(r) == count}
-        return sorted(suspects)
+        return sorted(rank for rank in suspects if self.last_words(rank) != ENDED)
 
     def last_words(self, rank: int) -> str:
         """What a rank's newest heartbeat says that it does."""
@@ -106,7 +110,7 @@ class Pulse:
         except RuntimeError as error:  # the store is gone: whoever started the ranks has ended
             rule = f"the store of the job does not answer: {error}"
             self._failure = {"rank": -1, "code": "world/dead", "where": "store", "value": None}
-            self._failure["rule"] = rule
+            self._failure |= {"rule": rule, "detail": ""}
 
 
 def wait_for(store: Any, keys: list[str], pulse: Pulse, timeout_s: float) -> list[str]:

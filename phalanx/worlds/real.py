@@ -18,7 +18,7 @@ from math import inf
 from typing import Any, Protocol
 
 from phalanx.action import Action, Collective, Compute, Free, Mark, Move, Program, Recv, Send, Timer
-from phalanx.errors import PlanError, WorldError, nearest_names
+from phalanx.errors import CheckError, PlanError, WorldError, nearest_names
 from phalanx.mesh import Mesh
 from phalanx.policy import Event, View
 from phalanx.trace import Trace, TraceBuilder
@@ -42,8 +42,8 @@ class Interference(Protocol):
         """How often a message that is about to be sent arrives."""
         ...
 
-    def explain(self) -> str:
-        """What has been done to whom, for the error about actions that can never happen."""
+    def blame(self, detail: str) -> Exception | None:
+        """The error about actions that can never happen; None when no fault explains it."""
         ...
 
 
@@ -175,10 +175,6 @@ class RealWorld(ABC):
         """A moment by `time.perf_counter`."""
         return moment
 
-    def stuck(self) -> Exception:
-        """What to raise when entries are left and nothing can happen."""
-        raise NotImplementedError
-
     # ---- running ---------------------------------------------------------------------------------
 
     @property
@@ -220,7 +216,7 @@ class RealWorld(ABC):
                 time.sleep(max(0.0, due_s - time.perf_counter()))
                 continue
             if not self._events and any(queue.open for queue in queues):
-                raise self.stuck()
+                raise self._stuck()
             return
 
     def _run_ready(self) -> None:
@@ -280,6 +276,12 @@ class RealWorld(ABC):
             for view in self.views.values():
                 view.step = self._num_commits
 
+    def _stuck(self) -> Exception:
+        detail = describe_open(self.pending)
+        error = None if self.interference is None else self.interference.blame(detail)
+        rule = "actions are left and none of them can ever happen"
+        return error or CheckError("check/deadlock", "program", None, rule, detail=detail)
+
     def _end_timers(self) -> None:
         while self._timers and self._timers[0][0] <= time.perf_counter():
             heappop(self._timers)[2]()
@@ -310,7 +312,7 @@ def _is_for(action: Action, rank: int) -> bool:
 
 def describe_open(pending: Mapping[int, Pending], num_ranks: int = 8) -> str:
     """The first open entries of each rank, one line per rank, for errors."""
-    lines = []
+    lines: list[str] = []
     for rank, queue in pending.items():
         heads = [f"{'waits in' if e.under_way else 'before'} {e}" for e in list(queue.open)[:3]]
         if heads and len(lines) < num_ranks:

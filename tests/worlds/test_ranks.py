@@ -64,6 +64,22 @@ def test_hang_ends_at_the_timeout_and_names_the_rank():
     assert run_ranks(sum_of_ranks, 2, 1.0)[0][0] == 1.0
 
 
+def leave_zero_alone(rank: int, world_size: int) -> None:
+    if rank == 0:
+        dist.all_reduce(torch.ones(3))
+    time.sleep(60)
+
+
+def test_hang_names_the_collective_that_a_rank_waits_in():
+    with pytest.raises(RankFailed) as caught:
+        run_ranks(leave_zero_alone, 2, timeout_s=1.0, backend="logged_gloo")
+    text = str(caught.value)
+    assert text.startswith("no answer within 1 s from ranks [0, 1]")
+    waits, sleeps = text.split("rank 1: ")
+    assert "last collective: all_reduce default_pg#0, 12 bytes, not seen to end" in waits
+    assert "last collective: none logged" in sleeps
+
+
 def kill_one(rank: int, world_size: int) -> int:
     store = current_store()
     if rank == 1 and store.add("lives", 1) == 1:
