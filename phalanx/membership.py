@@ -184,6 +184,11 @@ class Roster:
         self._told.update(fresh)
         return fresh
 
+    @property
+    def furthest_step(self) -> int:
+        """Most steps that anyone told of; `NO_STATE` before."""
+        return max(self._steps.values(), default=NO_STATE)
+
     def seen_s(self, member: Member) -> float:
         """When this member was last heard of; minus infinity before the first heartbeat."""
         return self._seen_s.get(member, -inf)
@@ -199,28 +204,32 @@ class Roster:
         return tuple(m for m in members if self._steps.get(m, NO_STATE) == NO_STATE)
 
     def propose(self, ids: Iterable[int], now_s: float, epoch: int | None = None) -> Membership:
-        """Open the ballot on the next epoch with the alive members in these places.
+        """Open the ballot on the next epoch with who holds these places now.
+
+        Someone who has just fallen silent may be among them: the ballot is not won then, and
+        `changes` tells why.
 
         Args:
             epoch: its number (None: one more than the current); numbers of proposals that came to
                 nothing are skipped, never used again.
 
         Raises:
-            WorldError: `world/membership` when a place is empty, too few would remain, or nobody
-                could give the state.
+            WorldError: `world/membership` when a place was never taken, too few would remain, or
+                nobody alive could give the state.
         """
-        alive = {member.id: member for member in self.alive(now_s)}
-        wanted = tuple(sorted(set(ids)))
+        holders = {place: self._newest(place) for place in set(ids)}
+        wanted = tuple(sorted(holders))
         epoch = self.current.epoch + 1 if epoch is None else epoch
         assert epoch > self.current.epoch, (epoch, self.current)
-        where, empty = f"epoch {epoch}", [i for i in wanted if i not in alive]
+        where, empty = f"epoch {epoch}", [place for place in wanted if holders[place] is None]
         if empty:
-            raise WorldError("world/membership", where, wanted, f"members {empty} are not alive")
+            rule = f"nobody ever came to the places {empty}"
+            raise WorldError("world/membership", where, wanted, rule)
         if len(wanted) < self.min_members:
             rule = f"needs at least {self.min_members} members"
             raise WorldError("world/membership", where, wanted, rule)
-        members = tuple(alive[i] for i in wanted)
-        self._require_donor(where, members)
+        members = tuple(member for _, member in sorted(holders.items()) if member is not None)
+        self._require_donor(where, members, self.alive(now_s))
         self.proposed = Membership(epoch, members)
         self.ballot = Ballot(members, now_s + self.timeouts.init_s)
         self._told.clear()
@@ -250,8 +259,10 @@ class Roster:
     def _newest(self, place: int) -> Member | None:
         return max((m for m in self._seen_s if m.id == place), default=None)
 
-    def _require_donor(self, where: str, members: tuple[Member, ...]) -> None:
-        before = [member for member in members if member in self.current.members]
+    def _require_donor(
+        self, where: str, members: tuple[Member, ...], alive: tuple[Member, ...]
+    ) -> None:
+        before = [m for m in members if m in self.current.members and m in alive]
         if self.durable or len(self.behind(before)) < len(before):
             return
         ids = tuple(member.id for member in members)

@@ -154,8 +154,17 @@ def test_too_few_members_are_refused():
     roster.beat(A, 3, 1.0)
     with pytest.raises(WorldError, match="at least 2"):
         roster.propose((0,), 1.0)
-    with pytest.raises(WorldError, match=r"members \[1\] are not alive"):
+    with pytest.raises(WorldError, match=r"nobody ever came to the places \[1\]"):
         roster.propose((0, 1), 1.0)
+
+
+def test_someone_who_just_fell_silent_makes_a_ballot_that_is_not_won():
+    roster = formed(A, B, C)
+    roster.beat(A, 1, 5.0)
+    roster.beat(B, 1, 5.0)
+    roster.propose((0, 2), 5.0)
+    assert roster.changes(5.0) == [Change("leave", C), Change("join", B)]
+    assert roster.ballot.verdict(5.0) is None
 
 
 def test_timeouts_nest():

@@ -45,7 +45,7 @@ class Council:
     def events(self) -> list[Event] | None:
         """What there is to decide or to follow; None: nothing now; []: nothing ever again."""
         now_s = self.membership.poll()
-        self.view.now_s = now_s - self._origin_s
+        self.view.now_s = time.monotonic() - self._origin_s
         if self._ended:
             return [] if self._idle() else None
         if not self._leading:
@@ -98,7 +98,7 @@ class Council:
             behind = roster.behind(members)
         elif len(alive) == len(roster.expected):
             members, behind = alive, ()
-        elif now_s - self._origin_s < timeouts.quorum_s:
+        elif now_s < timeouts.quorum_s:
             return None
         else:
             missing = sorted({*roster.expected} - {member.id for member in alive})
@@ -131,7 +131,7 @@ class Council:
         if verdict is None:
             return
         if self.membership.bind(roster.proposed):
-            self.view.members = roster.commit(time.monotonic()).ids
+            self.view.members = roster.commit(self.membership.now_s).ids
         else:
             self._leading = False
 
@@ -159,7 +159,7 @@ class Council:
         for action in actions:
             if action.operator == FORM:
                 epoch, members = action.batch["epoch"], action.batch["members"]
-                return self.membership.roster.propose(members, time.monotonic(), epoch)
+                return self.membership.roster.propose(members, self.membership.now_s, epoch)
         return None
 
     def _open_vote(self, actions: Sequence[Action]) -> None:
@@ -167,7 +167,7 @@ class Council:
         for action in actions:
             if action.operator == VOTE:
                 bound = roster.current if roster.ballot is None else roster.proposed
-                ballot = Ballot(bound.members, time.monotonic() + timeouts.quorum_s)
+                ballot = Ballot(bound.members, self.membership.now_s + timeouts.quorum_s)
                 self._vote, self._against_s = (action.label, ballot), None
 
     def _append(self, **entry: Any) -> bool:

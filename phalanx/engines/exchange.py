@@ -8,10 +8,11 @@ only while its epoch lasts: a late message of an epoch that is over changes noth
 from __future__ import annotations
 
 import threading
+from queue import Empty, SimpleQueue
 
 import torch
 from torch import Tensor
-from torch.distributed import BroadcastOptions, TCPStore
+from torch.distributed import BroadcastOptions, DistNetworkError, DistStoreError, TCPStore
 
 from phalanx.action import Action, Collective, Move, Recv, Send
 from phalanx.errors import WorldError
@@ -23,11 +24,42 @@ _FROM_FIRST = BroadcastOptions()
 _FROM_FIRST.rootRank = 0
 
 
+class _Connections:
+    """Connections to a store, made before they are needed.
+
+    Forming a group blocks its connection, so each group has its own; and connecting may take
+    seconds, because c10d asks the name service who the other end is.
+    """
+
+    def __init__(self, store: TCPStore, num_ready: int = 2) -> None:
+        self._store = store
+        self._ready: SimpleQueue[TCPStore] = SimpleQueue()
+        for _ in range(num_ready):
+            self._make_another()
+
+    def take(self) -> TCPStore:
+        """A connection of one's own."""
+        self._make_another()
+        try:
+            return self._ready.get_nowait()
+        except Empty:
+            return self._store.clone()
+
+    def _make_another(self) -> None:
+        def make() -> None:
+            try:
+                self._ready.put(self._store.clone())
+            except (DistNetworkError, DistStoreError):
+                return  # `take` will meet the same failure where somebody can hear of it
+
+        threading.Thread(target=make, name="store connection", daemon=True).start()
+
+
 class EpochExchange:
     """Carries out Collective, Move, Send and Recv of one island, from several threads.
 
     Args:
-        store: cloned for every group, because forming one blocks its connection.
+        store: where groups meet; every group gets a connection of its own.
         context: the tensors of this rank; what is copied or received goes to its host memory.
         kind: backend.
         timeout_s: for forming a group and for one exchange.
@@ -36,7 +68,8 @@ class EpochExchange:
     def __init__(
         self, store: TCPStore, context: RankContext, kind: str = "gloo", timeout_s: float = 30.0
     ) -> None:
-        self._store, self._context, self._my_id = store, context, context.rank
+        self._connections = _Connections(store)
+        self._context, self._my_id = context, context.rank
         self._kind, self._timeout_s = kind, timeout_s
         self._lock = threading.Lock()
         self._epoch = -1
@@ -112,7 +145,8 @@ class EpochExchange:
             self._context.host[handle] = copy
 
     def _new_group(self, name: str, epoch: int) -> LogicalGroup:
-        group = LogicalGroup(self._store.clone(), name, self._my_id, self._kind, self._timeout_s)
+        store = self._connections.take()
+        group = LogicalGroup(store, name, self._my_id, self._kind, self._timeout_s)
         with self._lock:
             self._require_current(epoch)
             self._groups.append(group)

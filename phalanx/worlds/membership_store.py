@@ -51,7 +51,9 @@ class MembershipStore:
 
     Attributes:
         me: this process; its incarnation is one more than the last one in this place.
-        roster: what the heartbeats say; time is `time.monotonic` of this process.
+        roster: what the heartbeats say.
+        now_s: the roster's clock. It stands still while this process does not listen or the store
+            does not answer: silence counts only where a heartbeat would have been heard.
         step: steps committed, told with every heartbeat; `NO_STATE` before there is a state.
         first_seq: the decisions before this one are older than this process.
     """
@@ -69,13 +71,14 @@ class MembershipStore:
     ) -> None:
         self.timeouts, self.name = timeouts, name
         self._store, self._beat_store = store.clone(), store.clone()
-        self.me = Member(my_id, self._store.add(f"{name}/incarnation/{my_id}", 1))
+        self.me = Member(my_id, self._ask("add", f"incarnation/{my_id}", 1))
         self.step = NO_STATE
         self.first_seq = self.num_decisions()
         self.roster = Roster(
             expected, timeouts, min_members=min_members, durable=durable, current=self.committed()
         )
         self._last_beats: dict[int, str] = {}
+        self.now_s, self._listened_s = 0.0, time.monotonic()
         self._stop = threading.Event()
         self._lost: RuntimeError | None = None
         self._thread = threading.Thread(target=self._beat_forever, name="heartbeat", daemon=True)
@@ -91,22 +94,23 @@ class MembershipStore:
             self._thread.join(self.timeouts.detect_s)
 
     def poll(self) -> float:
-        """Read all heartbeats; returns the time that they were read at.
+        """Read all heartbeats; returns the time by `now_s`.
 
         Raises:
             WorldError: `world/dead` when the store does not answer any more.
         """
         if self._lost is not None:
-            rule = "the store of the membership does not answer; nobody can decide without it"
-            raise WorldError("world/dead", self.name, None, rule, detail=str(self._lost))
-        now_s = time.monotonic()
-        for place in self.roster.expected:
-            beat = self._get(f"beat/{place}")
+            raise self._gone(self._lost)
+        beats = {place: self._get(f"beat/{place}") for place in self.roster.expected}
+        listened_s = time.monotonic()
+        self.now_s += min(listened_s - self._listened_s, self.timeouts.heartbeat_s)
+        self._listened_s = listened_s
+        for place, beat in beats.items():
             if beat is not None and beat != self._last_beats.get(place):
                 self._last_beats[place] = beat
                 incarnation, _, step = map(int, beat.split(":"))
-                self.roster.beat(Member(place, incarnation), step, now_s)
-        return now_s
+                self.roster.beat(Member(place, incarnation), step, self.now_s)
+        return self.now_s
 
     def changes(self) -> list[Change]:
         """Who left and who wants to join since the last call."""
@@ -117,8 +121,7 @@ class MembershipStore:
         roster = self.roster
         if roster.current == NOBODY:
             return leader is None and self.me.id == min(roster.expected)
-        now_s = time.monotonic()
-        return leader not in roster.alive(now_s) and roster.heir(now_s) == self.me
+        return leader not in roster.alive(self.now_s) and roster.heir(self.now_s) == self.me
 
     def vote(self, ballot: str, yes: bool) -> None:
         """Say yes or no, once; it cannot be taken back."""
@@ -130,7 +133,7 @@ class MembershipStore:
             vote = self._get(f"vote/{name}/{voter.id}/{voter.incarnation}")
             if vote is not None:
                 ballot.vote(voter, vote == "yes")
-        return ballot.verdict(time.monotonic())
+        return ballot.verdict(self.now_s)
 
     def committed(self) -> Membership:
         """The membership that binds; `NOBODY` before the first."""
@@ -141,13 +144,13 @@ class MembershipStore:
         """Make a proposal that everyone agreed to bind; False if another one came first."""
         before, after = self.roster.current, json.dumps(membership)
         expected = "" if before == NOBODY else json.dumps(before)
-        return self._store.compare_set(f"{self.name}/epoch", expected, after) == after.encode()
+        return self._swap("epoch", expected, after)
 
     def append(self, seq: int, decision: dict[str, Any]) -> bool:
         """Write decision number `seq`; False if another leader wrote that number first."""
         if not self._claim(f"log/{seq}", json.dumps(decision)):
             return False
-        self._store.add(f"{self.name}/length", 1)
+        self._ask("add", "length", 1)
         return True
 
     def decision(self, seq: int) -> dict[str, Any] | None:
@@ -157,14 +160,30 @@ class MembershipStore:
 
     def num_decisions(self) -> int:
         """How many have been taken; the newest may not be counted yet."""
-        return self._store.add(f"{self.name}/length", 0)
+        return self._ask("add", "length", 0)
 
     def _claim(self, key: str, value: str) -> bool:
-        return self._store.compare_set(f"{self.name}/{key}", "", value) == value.encode()
+        """Write a key that nobody may have written before; whether it holds this value now."""
+        return self._swap(key, "", value)
+
+    def _swap(self, key: str, before: str, after: str) -> bool:
+        return self._ask("compare_set", key, before, after) == after.encode()
 
     def _get(self, key: str) -> str | None:
+        if not self._ask("check", key):
+            return None
+        return self._ask("get", key).decode()
+
+    def _ask(self, method: str, key: str, *values: Any) -> Any:
         key = f"{self.name}/{key}"
-        return self._store.get(key).decode() if self._store.check([key]) else None
+        try:
+            return getattr(self._store, method)([key] if method == "check" else key, *values)
+        except (DistNetworkError, DistStoreError) as error:
+            raise self._gone(error) from error
+
+    def _gone(self, error: Exception) -> WorldError:
+        rule = "the store of the membership does not answer; nobody can decide without it"
+        return WorldError("world/dead", self.name, None, rule, detail=str(error))
 
     def _beat_forever(self) -> None:
         count = 0

@@ -19,6 +19,7 @@ from phalanx.mesh import Mesh
 from phalanx.policies.sync.streaming import Streaming
 from phalanx.trace import Trace
 from phalanx.worlds.dist import DistWorld
+from phalanx.worlds.local import LocalWorld
 from phalanx.worlds.sim import SimWorld
 from tests.ranks import current_store, run_ranks
 
@@ -82,7 +83,7 @@ def test_an_exchange_longer_than_tau_steps_delays_only_its_apply():
     assert trace.end_s == 75
 
 
-# ---- on real processes -------------------------------------------------------------------------
+# ---- with real tensors -------------------------------------------------------------------------
 
 
 def make_model() -> torch.nn.Module:
@@ -103,13 +104,20 @@ def forward(model: torch.nn.Module, x_BD: torch.Tensor) -> torch.Tensor:
     return model.head(x_BD)
 
 
+def loss_of(model: torch.nn.Module, rank: int, step: int) -> torch.Tensor:
+    source = torch.Generator().manual_seed(100 * rank + step)
+    x_BD = torch.randn(7, 3, generator=source)
+    y_BC = torch.randn(7, 2, generator=source)
+    return mse_loss(forward(model, x_BD), y_BC)
+
+
 class Island:
     """A model with its inner optimizer on a data shard of its own."""
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, optimizer: type = torch.optim.AdamW) -> None:
         self.rank, self.steps = rank, 0
         self.model = make_model()
-        self.inner = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        self.inner = optimizer(self.model.parameters(), lr=1e-2)
 
     @property
     def params(self) -> dict[str, torch.Tensor]:
@@ -117,11 +125,8 @@ class Island:
 
     def step(self) -> None:
         self.steps += 1
-        source = torch.Generator().manual_seed(100 * self.rank + self.steps)
-        x_BD = torch.randn(7, 3, generator=source)
-        y_BC = torch.randn(7, 2, generator=source)
         self.inner.zero_grad()
-        mse_loss(forward(self.model, x_BD), y_BC).backward()
+        loss_of(self.model, self.rank, self.steps).backward()
         self.inner.step()
 
     def flat(self, names: Sequence[str] | None = None) -> torch.Tensor:
@@ -225,6 +230,17 @@ def test_blend_one_equals_independent_replicas_bit_for_bit():
         assert torch.equal(result["params"], run_alone(rank, 8))
 
 
+def assert_overlapped(rows: list[dict]) -> None:
+    """Each exchange starts before the next inner step; its apply starts after its end."""
+    for at, row in enumerate(rows):
+        if row["operator"] == "all_reduce":
+            name = row["action_id"].replace("exchange", "apply")
+            steps = [r["start_s"] for r in rows[at:] if r["operator"] == "inner"]
+            applies = [r["start_s"] for r in rows[at:] if r["action_id"] == name]
+            assert row["start_s"] <= steps[0] < applies[0]
+            assert row["start_s"] + row["dur_s"] <= applies[0]
+
+
 @pytest.mark.dist
 @pytest.mark.parametrize(("size", "blend", "tau"), [(2, 0.5, 1), (3, 0.0, 2)])
 def test_overlap_equals_the_printed_algorithm(size, blend, tau):
@@ -243,18 +259,9 @@ def test_overlap_equals_the_printed_algorithm(size, blend, tau):
     for rank, result in enumerate(results):
         assert result["log"] == simulated.log(rank, [*OUTER, "inner"])
 
-    for result in results:  # the exchange starts before the next inner step, the apply after it
-        rows = result["rows"]
-        for at, row in enumerate(rows):
-            if row["operator"] == "all_reduce":
-                later = rows[at + 1 :]
-                assert (
-                    row["start_s"] <= next(r for r in later if r["operator"] == "inner")["start_s"]
-                )
-                name = row["action_id"].replace("exchange", "apply")
-                applied = [r["start_s"] for r in later if r["action_id"] == name]
-                assert all(row["start_s"] + row["dur_s"] <= start_s for start_s in applied)
-
+    if tau == 1:  # then no exchange has to wait for the one before it in its lane
+        for result in results:
+            assert_overlapped(result["rows"])
     for result in results:  # steps 6..10: every fragment once
         sent = {row["action_id"]: row for row in result["rows"]}
         period = [sent[f"exchange.{label}"] for label in ("1@6", "2@8", "0@10")]
@@ -264,3 +271,28 @@ def test_overlap_equals_the_printed_algorithm(size, blend, tau):
         assert [row["wire_bytes"] for row in period] == pytest.approx(
             [2 * row["payload_bytes"] * (size - 1) / size for row in period]
         )
+
+
+def test_one_inner_sgd_step_and_plain_averaging_is_data_parallelism():
+    """All islands in one process: H = 1, inner SGD, outer SGD with rate 1 (arXiv 2311.08105)."""
+    size, num_steps = 4, 20
+    policy = Streaming(inner_steps=1, outer_lr=1.0, outer_momentum=0.0)
+    islands = [Island(rank, torch.optim.SGD) for rank in range(size)]
+    syncs = [OuterSync(each.params, [list(each.params)]) for each in islands]
+    ops = {
+        "inner": lambda context, action: islands[context.rank].step(),
+        "outer.delta": lambda context, action: syncs[context.rank].ops[action.op](context, action),
+        "outer.apply": lambda context, action: syncs[context.rank].ops[action.op](context, action),
+    }
+    world = LocalWorld(Mesh(island=size), ops, facts=syncs[0].facts)
+    drive(world, program=inner_program(size), num_steps=num_steps, reacts=[policy])
+
+    together = make_model()
+    sgd = torch.optim.SGD(together.parameters(), lr=1e-2)
+    for step in range(1, num_steps + 1):
+        sgd.zero_grad()
+        sum(loss_of(together, rank, step) / size for rank in range(size)).backward()
+        sgd.step()
+    for island in islands:
+        for name, p in together.named_parameters():
+            assert (island.params[name] - p).abs().max() <= 1e-6

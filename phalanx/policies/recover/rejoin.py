@@ -36,10 +36,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import sqrt
-from typing import Any
 
-from phalanx.action import Action, Collective, Compute, Mark, Move, Recv, Send
+from phalanx.action import Action
 from phalanx.errors import PlanError, WorldError
+from phalanx.policies.recover.replica_step import ReplicaStep
 from phalanx.policy import Event, React, View
 from phalanx.registry import Source, register
 
@@ -68,7 +68,8 @@ def effective_frac_rejoin(
 
 @dataclass(slots=True)
 class RejoinState:
-    """Places on the axis. `members` = contributors and those behind; `waiting` want to join."""
+    """Steps committed, and places on the axis: `members` are contributors and those behind,
+    `waiting` want to join, `votes` are ranks that have voted for the step under way."""
 
     step: int
     epoch: int
@@ -76,14 +77,6 @@ class RejoinState:
     behind: tuple[int, ...] = ()
     waiting: tuple[int, ...] = ()
     votes: set[int] = field(default_factory=set)
-
-    @property
-    def contributors(self) -> tuple[int, ...]:
-        return tuple(m for m in self.members if m not in self.behind)
-
-    @property
-    def tag(self) -> str:
-        return f"{self.step + 1}.{self.epoch}"
 
 
 @register(
@@ -132,7 +125,7 @@ class Rejoin(React):
             elif event.kind == "join":
                 joined = self._places((event.rank,), view)
                 state.waiting = tuple(sorted({*state.waiting, *joined} - {*state.members}))
-            elif event.kind == "done" and event.label == f"vote@{state.tag}":
+            elif event.kind == "done" and event.label == self._step(state, view).label("vote"):
                 actions += self._voted(state, event, view)
         return actions
 
@@ -153,140 +146,47 @@ class Rejoin(React):
     def _voted(self, state: RejoinState, event: Event, view: View) -> list[Action]:
         if not event.data.get("yes", True):
             return self._new_epoch(state, view)
-        ranks = self._ranks(state.members, view)
+        step, mesh = self._step(state, view), view.mesh
         if event.rank >= 0:  # a world that reports each rank's vote, not the whole scope's
             state.votes.add(event.rank)
-            if not state.votes.issuperset(ranks):
+            num_voters = len(step.members) * (mesh.size // mesh.degree(self.axis))
+            if len(state.votes) < num_voters:
                 return []
-        actions = self._commit(state, view)
+        actions = step.commit(self.lr_factor(len(step.contributors), mesh.degree(self.axis)))
         state.step, state.behind = state.step + 1, ()
         state.votes.clear()
-        if not state.waiting:
-            return actions + self._attempt(state, view)
-        state.members = tuple(sorted({*state.members, *state.waiting}))
-        state.behind, state.waiting = state.waiting, ()
-        return actions + self._new_epoch(state, view)
+        if state.waiting:
+            state.members = tuple(sorted({*state.members, *state.waiting}))
+            state.behind, state.waiting = state.waiting, ()
+            return actions + self._new_epoch(state, view)
+        return (
+            actions if self._is_over(state, view) else actions + self._step(state, view).attempt()
+        )
 
     def _new_epoch(self, state: RejoinState, view: View) -> list[Action]:
-        if state.step >= view.facts["num_steps"]:
+        if self._is_over(state, view):
             return []
-        if len(state.contributors) < self.min_replicas:
-            where, rule = "policy.recover.min_replicas", "too few replicas have the state"
-            raise WorldError("world/membership", where, len(state.contributors), rule)
         state.epoch += 1
         state.votes.clear()
-        facts = {"epoch": state.epoch, "members": state.members, "behind": state.behind}
-        form = self._ops("membership.form", "form", state.members, state, view, batch=facts)
-        return form + self._attempt(state, view, (form[0].label,))
+        step = self._step(state, view)
+        if len(step.contributors) < max(1, self.min_replicas):
+            where, rule = "policy.recover.min_replicas", "too few replicas have the state"
+            raise WorldError("world/membership", where, len(step.contributors), rule)
+        return step.form() + step.attempt(after=(step.label("form"),))
 
-    def _attempt(
-        self, state: RejoinState, view: View, formed: tuple[str, ...] = ()
-    ) -> list[Action]:
-        if state.step >= view.facts["num_steps"]:
-            return []
-        ops, tag = self._ops, state.tag
-        actions = ops("grad", "grad", state.contributors, state, view, lane="compute")
-        actions += ops("grad.zero", "grad", state.behind, state, view, lane="compute")
-        actions += self._transfers(state, view)
-        for group in view.mesh.groups(self.axis):
-            members = tuple(group[place] for place in state.members)
-            actions.append(self._exchange(members, formed, state, view))
-        exchanged, fetched = f"exchange@{tag}", f"state@{tag}"
-        actions += ops("vote", "vote", state.contributors, state, view, after=(exchanged,))
-        actions += ops("vote", "vote", state.behind, state, view, after=(exchanged, fetched))
-        return actions
-
-    def _exchange(
-        self, members: tuple[int, ...], formed: tuple[str, ...], state: RejoinState, view: View
-    ) -> Action:
-        return Collective(
-            collective="all_reduce",
+    def _step(self, state: RejoinState, view: View) -> ReplicaStep:
+        return ReplicaStep(
+            mesh=view.mesh,
             axis=self.axis,
-            lane=f"axis:{self.axis}",
-            label=f"exchange@{state.tag}",
-            after=(f"grad@{state.tag}", *formed),
-            item=state.step + 1,
-            tensor="grad",
-            payload_bytes=view.facts["grad_bytes"],
-            members=members,
+            facts=view.facts,
+            step=state.step + 1,
             epoch=state.epoch,
-            ranks=members,
+            contributors=tuple(m for m in state.members if m not in state.behind),
+            behind=state.behind,
         )
 
-    def _transfers(self, state: RejoinState, view: View) -> list[Action]:
-        """Copies at the start of the step, so that a source may commit while one is on its way."""
-        num_bytes, tag, givers = view.facts["state_bytes"], state.tag, state.contributors
-        common = {"axis": self.axis, "tensor": "state", "payload_bytes": num_bytes}
-        copies: list[Action] = []
-        transfers: list[Action] = []
-        for index, place in enumerate(state.behind):
-            source = givers[index % len(givers)]
-            at_source, at_place = self._ranks((source,), view), self._ranks((place,), view)
-            if index < len(givers):
-                copy = Move(
-                    tensor="state",
-                    source="device",
-                    target="host",
-                    lane="copy",
-                    label=f"copy@{tag}",
-                    after=(f"commit@{state.step}",) if state.step else (),
-                    payload_bytes=num_bytes,
-                    ranks=at_source,
-                )
-                copies.append(copy)
-            send = {
-                "lane": f"send:{self.axis}:{place}",
-                "after": (f"copy@{tag}",),
-                "ranks": at_source,
-            }
-            recv = {
-                "lane": f"recv:{self.axis}:{source}",
-                "label": f"state@{tag}",
-                "ranks": at_place,
-            }
-            transfers.append(Send(peer=place, label=f"state.{place}@{tag}", **common, **send))
-            transfers.append(Recv(peer=source, **common, **recv))
-        return copies + transfers
-
-    def _commit(self, state: RejoinState, view: View) -> list[Action]:
-        num, step = len(state.contributors), state.step + 1
-        factor = self.lr_factor(num, view.mesh.degree(self.axis))
-        batch = {"num_contributors": num, "lr_factor": factor, "contributors": state.contributors}
-        load = self._ops("state.load", "load", state.behind, state, view, lane="compute")
-        update = Compute(
-            op="update",
-            label=f"commit@{step}",
-            phase="O",
-            item=step,
-            batch=batch,
-            ranks=self._ranks(state.members, view),
-        )
-        commit = Mark(
-            name="commit",
-            value=step,
-            item=step,
-            ranks=update.ranks,
-        )
-        return [*load, update, commit]
-
-    def _ops(
-        self,
-        op: str,
-        label: str,
-        places: tuple[int, ...],
-        state: RejoinState,
-        view: View,
-        **more: Any,
-    ) -> list[Action]:
-        """The op on the ranks of these places, for the step under way; nothing without places."""
-        if not places:
-            return []
-        common = {"label": f"{label}@{state.tag}", "item": state.step + 1, "lane": "control"}
-        return [Compute(op=op, ranks=self._ranks(places, view), **(common | more))]
+    def _is_over(self, state: RejoinState, view: View) -> bool:
+        return state.step >= view.facts["num_steps"]
 
     def _places(self, ranks: Sequence[int], view: View) -> tuple[int, ...]:
         return tuple(sorted({view.mesh.coordinate(rank, self.axis) for rank in ranks}))
-
-    def _ranks(self, places: tuple[int, ...], view: View) -> tuple[int, ...]:
-        mesh = view.mesh
-        return tuple(r for r in range(mesh.size) if mesh.coordinate(r, self.axis) in places)

@@ -29,7 +29,7 @@ class Story:
         return self.policy.on(self.state, [Event(kind=kind, time_s=0.0, **event)], self.view)
 
     def vote(self, yes: bool = True, rank: int = -1):
-        label = f"vote@{self.state.tag}"
+        label = f"vote@{self.state.step + 1}.{self.state.epoch}"
         return self.tell("done", label=label, rank=rank, data={"yes": yes})
 
 
@@ -96,7 +96,7 @@ def test_a_vote_against_redoes_the_step_in_a_new_epoch():
 def test_votes_of_an_older_epoch_do_not_count():
     story = Story(Mesh(replica=3))
     story.tell("start")
-    old = f"vote@{story.state.tag}"
+    old = "vote@1.1"
     story.tell("leave", rank=2)
     assert story.tell("done", label=old) == []
 
