@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -12,8 +11,10 @@ from typing import Any
 
 from phalanx.bench_load import load_test
 from phalanx.data.prepare import DataSettings, Prepared, prepare
+from phalanx.engines.calibrate import calibrate
 from phalanx.engines.model_source import ModelSource, model_source
 from phalanx.engines.result import TrainResult
+from phalanx.engines.run_folder import write_job
 from phalanx.engines.serve.handle import start_server
 from phalanx.engines.whole.live import Progress
 from phalanx.engines.whole.processes import launch_training, run_module
@@ -21,7 +22,7 @@ from phalanx.engines.whole.summary import Summary, write_report
 from phalanx.errors import PlanError
 from phalanx.job import Job
 from phalanx.plan import Plan
-from phalanx.planner.here import num_ranks_here, plan_here
+from phalanx.planner.here import num_ranks_here, plan_here, workload_here
 from phalanx.report import Report
 
 _PARITY_ROWS, _PARITY_TOKENS = 4, 128
@@ -98,20 +99,19 @@ class _WholeWay:
         return prepared
 
     def _plan(self, source: ModelSource, data: Prepared) -> Plan:
+        write_job(self.job, self.folder)
+        work = workload_here(self.job, source.config, data.train, self.num_ranks)
         self.say(f"calibrating this machine with {self.num_ranks} processes (cached)")
-        table = {"name": self.job.name, "sections": self.job.to_dict()}
-        (self.folder / "job.json").write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
-        rates = run_module("phalanx.engines.calibrate", [str(self.folder), str(self.num_ranks)])
-        plan = plan_here(self.job, source.config, data, rates, self.num_ranks)
+        rates = calibrate(source.config, work, num_processes=self.num_ranks)
+        plan = plan_here(self.job, source.config, work, rates, self.num_ranks)
         plan.save(self.folder / "plan.json")
         for row in plan.predictions:
             self.say(f"predicted: {row['quantity']} = {row['value']:.4g} {row['unit']}")
         return plan
 
     def _train(self) -> TrainResult:
-        threads = max(1, (os.cpu_count() or 1) // self.num_ranks)
-        self.say(f"training on {self.num_ranks} processes with {threads} threads each")
-        launch_training(self.folder, self.num_ranks, threads, self.progress.hear)
+        self.say(f"training on {self.num_ranks} processes")
+        launch_training(self.folder, self.num_ranks, self.progress.hear)
         self.progress.close()
         return TrainResult.load(self.folder)
 
