@@ -64,11 +64,13 @@ class Replica:
     @property
     def facts(self) -> dict[str, int]:
         """What the policy's view must hold."""
-        return {"grad_bytes": self.grad_N.nbytes, "state_bytes": self.pack().nbytes}
+        state_bytes = sum(tensor.nbytes for tensor in self._state_tensors())
+        return {"grad_bytes": self.grad_N.nbytes, "state_bytes": state_bytes}
 
     def pack(self) -> Tensor:
         """The state as bytes [Y]: parameters, then optimizer state by parameter and name."""
-        return torch.cat([_bytes_of(tensor) for tensor in self._state_tensors()])
+        device = self.grad_N.device  # AdamW keeps its step counts on the host
+        return torch.cat([_bytes_of(tensor).to(device) for tensor in self._state_tensors()])
 
     def load(self, state_Y: Tensor) -> None:
         """Take over the state of a peer, bit for bit.

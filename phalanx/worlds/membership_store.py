@@ -20,6 +20,7 @@ import json
 import threading
 import time
 from collections.abc import Sequence
+from math import inf
 from typing import Any
 
 from torch.distributed import DistNetworkError, DistStoreError, TCPStore
@@ -78,7 +79,7 @@ class MembershipStore:
             expected, timeouts, min_members=min_members, durable=durable, current=self.committed()
         )
         self._last_beats: dict[int, str] = {}
-        self.now_s, self._listened_s = 0.0, time.monotonic()
+        self.now_s, self._listened_s = 0.0, -inf
         self._stop = threading.Event()
         self._lost: RuntimeError | None = None
         self._thread = threading.Thread(target=self._beat_forever, name="heartbeat", daemon=True)
@@ -94,13 +95,15 @@ class MembershipStore:
             self._thread.join(self.timeouts.detect_s)
 
     def poll(self) -> float:
-        """Read all heartbeats; returns the time by `now_s`.
+        """Read all heartbeats, unless that was just done; returns the time by `now_s`.
 
         Raises:
             WorldError: `world/dead` when the store does not answer any more.
         """
         if self._lost is not None:
             raise self._gone(self._lost)
+        if time.monotonic() - self._listened_s < self.timeouts.heartbeat_s / 4:
+            return self.now_s
         beats = {place: self._get(f"beat/{place}") for place in self.roster.expected}
         listened_s = time.monotonic()
         self.now_s += min(listened_s - self._listened_s, self.timeouts.heartbeat_s)
