@@ -6,6 +6,7 @@
 
 - Transfers start as soon as they may, in list order per lane and per group, and run beside compute.
 - One gloo or NCCL group per mesh axis, a fresh one per epoch where an action names its members.
+- On NCCL a transfer has ended for the host once it is issued; what needs it waits on the stream.
 - Sizes are compared with the plan before anything is sent.
 - With React policies all ranks meet at the store in rounds, and the lowest one decides (`rounds`).
 - When a rank dies, hangs or raises, the others stop: the error names it and its last collective.

@@ -106,20 +106,26 @@ def test_sequence_parallel_block_gathers_and_scatters_whole_activations(compiled
     assert both == [[step, step]] * 2
 
 
-def fsdp_steps(rank: int, world_size: int, reshard: bool) -> list:
+def fsdp_steps(rank: int, world_size: int, reshard: bool, compiled: bool) -> list:
     mesh = device_mesh("cpu", Mesh(shard=world_size))
     model = nn.Sequential(Block(), Block())
     for block in model:
         fully_shard(block, mesh=mesh["shard"], reshard_after_forward=reshard)
     fully_shard(model, mesh=mesh["shard"], reshard_after_forward=reshard)
+    if compiled:
+        model = torch.compile(model)
     log = CommLog(rank)
     return [logged_step(log, n, lambda: model(torch.ones(B, D)).sum().backward()) for n in (0, 1)]
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("reshard", [False, True])
-def test_fsdp2_gathers_parameters_and_scatters_gradients(reshard):
-    both = run_ranks(fsdp_steps, 2, reshard, backend="logged_gloo")
+@pytest.mark.parametrize(
+    ("reshard", "compiled"),
+    [(False, False), (True, False), (True, True)],
+    ids=["kept", "resharded", "compiled"],
+)
+def test_fsdp2_gathers_parameters_and_scatters_gradients(reshard, compiled):
+    both = run_ranks(fsdp_steps, 2, reshard, compiled, backend="logged_gloo")
     whole = 2 * D * F * FLOAT
     gather, scatter = ("shard", "all_gather", whole), ("shard", "reduce_scatter", whole)
     if reshard:  # the second block is gathered again; prefetch brings the first one's forward
