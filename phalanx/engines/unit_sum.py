@@ -44,8 +44,8 @@ class UnitSum:
             return
         self._num_ready += 1
         if self._num_ready == len(self._parameters):
-            grads = [parameter.grad.flatten() for parameter in self._parameters]
-            self._flat = torch.cat(grads).to(self._dtype or grads[0].dtype)
+            grads = self._grads()
+            self._flat = torch.cat([g.flatten() for g in grads]).to(self._dtype or grads[0].dtype)
             self._work = dist.all_reduce(self._flat, group=self._group, async_op=True)
 
     def finish(self) -> None:
@@ -54,7 +54,12 @@ class UnitSum:
         if self._work is None:
             return
         self._work.wait()
-        sizes = [parameter.numel() for parameter in self._parameters]
-        for parameter, part in zip(self._parameters, self._flat.split(sizes)):
-            parameter.grad.copy_(part.view_as(parameter))
+        grads = self._grads()
+        for grad, part in zip(grads, self._flat.split([grad.numel() for grad in grads])):
+            grad.copy_(part.view_as(grad))
         self._work, self._flat, self._num_ready = None, None, 0
+
+    def _grads(self) -> list[Tensor]:
+        """Of each parameter what this rank holds, where a model axis has cut it."""
+        grads = [parameter.grad for parameter in self._parameters]
+        return [grad.to_local() if hasattr(grad, "to_local") else grad for grad in grads]
