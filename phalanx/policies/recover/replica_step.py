@@ -93,7 +93,7 @@ class ReplicaStep:
         givers = self.contributors
         source_of = {place: givers[i % len(givers)] for i, place in enumerate(self.behind)}
         actions = [self._copy(source) for source in dict.fromkeys(source_of.values())]
-        common = {"axis": self.axis, "tensor": "state", "item": self.step}
+        common: dict[str, Any] = {"axis": self.axis, "tensor": "state", "item": self.step}
         common |= {"payload_bytes": self.facts["state_bytes"]}
         for place, source in source_of.items():
             send = Send(
