@@ -107,6 +107,8 @@ class EngineClient:
         try:
             await client._await_ready()
         except BaseException:
+            with contextlib.suppress(ProcessLookupError):
+                client._process.kill()  # while it loads it does not look at its socket
             await client.close()
             raise
         client._tasks = [asyncio.create_task(client._read()), asyncio.create_task(client._ping())]

@@ -54,7 +54,7 @@ class EngineWorld:
         self._view = View(mesh=self.mesh, members=(0,), facts=engine.facts)
         self._start_s = time.perf_counter()
         self._pending: Compute | None = None
-        self._spans: deque[tuple[Compute, float, float]] = deque(maxlen=_TRACE_STEPS)
+        self._spans: deque[tuple[str, float, float]] = deque(maxlen=_TRACE_STEPS)
 
     def view(self, scope: str) -> View:
         """The live view of the engine, the only scope that it has."""
@@ -106,13 +106,13 @@ class EngineWorld:
         """The last steps, one row each."""
         builder = TraceBuilder("measured", self._job)
         first = self._view.step - len(self._spans) + 1
-        for step, (action, start_s, end_s) in enumerate(self._spans, first):
+        for step, (label, start_s, end_s) in enumerate(self._spans, first):
             builder.add(
                 role="serve",
                 step=step,
-                action_id=action.label,
-                operator=action.op,
-                lane=action.lane,
+                action_id=label,
+                operator=ENGINE_STEP,
+                lane="compute",
                 start_s=start_s,
                 dur_s=end_s - start_s,
             )
@@ -126,7 +126,7 @@ class EngineWorld:
         result = self._engine.step(action.batch)
         now_s = self._view.now_s = self._now_s()
         self._view.step += 1
-        self._spans.append((action, start_s, now_s))
+        self._spans.append((action.label, start_s, now_s))
         self._inbox.deliver(result)
         data = {"requests": result.requests, "accepted": result.accepted}
         ended = [each for each in result.outputs if each.reason]
