@@ -35,7 +35,7 @@ from phalanx.worlds.torch_tensors import RankContext
 from tests.ranks import current_store, run_ranks
 
 NUM_REPLICAS, KILL_AFTER, RESTART_AFTER, MORE_STEPS = 3, 4, 6, 4
-BASE_LR, STEP_S = 1e-2, 0.2
+BASE_LR, STEP_S = 1e-2, 0.3
 TIMEOUTS = Timeouts(
     heartbeat_s=0.1, detect_s=1.0, exchange_s=15.0, island_s=16.0, init_s=20.0, quorum_s=40.0
 )
