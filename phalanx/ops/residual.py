@@ -29,7 +29,8 @@ from phalanx.action import Compute
 from phalanx.lower.chunk import Placed
 from phalanx.mesh import Mesh
 from phalanx.ops.flat_unit import FlatUnit
-from phalanx.policy import Order, Rule, Spec
+from phalanx.ops.tensor_cut import TensorCut
+from phalanx.policy import Order, Spec
 from phalanx.workload import StepWork, split_units
 from phalanx.worlds.torch_tensors import RankContext
 
@@ -119,7 +120,7 @@ class ResidualStep:
         self._stages = split_units(work.units, order.num_stages(num_ranks))
         self._rank_of_stage = order.rank_of_stage(num_ranks)
         self._placed = Placed.of(work, self._stages, mesh, specs)
-        self._cut = _Cut.of(work, mesh, specs)
+        self._cut = TensorCut.of(work, mesh, specs)
         self._splits_tokens = self._placed.token_parts > 1
         self._shard_axis = _shard_axis(mesh, specs)
         self._places = self._find_places()
@@ -157,13 +158,14 @@ class ResidualStep:
         for unit in self.units_of(context.rank):
             flat = self._flat[unit]
             parts = {n: self._cut.part(parameters[n], n, context.rank) for n in flat.shapes}
-            at = context.coordinate(self._shard_axis)
-            context.tensors[f"{unit}/shard"] = flat.part(flat.pack(parts), at).clone()
+            shard = flat.part(flat.pack(parts), context.coordinate(self._shard_axis))
+            context.tensors[f"{unit}/shard"] = shard.to(context.device, copy=True)
         for item, batch in enumerate(batches):
+            x_SD, target_SD, counted_S = (self._padded(t.to(context.device)) for t in batch)
             rows = self._own_rows(context, len(batch.x_SD)) if self._splits_tokens else slice(None)
-            context.tensors[f"act:-1.{item}"] = self._padded(batch.x_SD)[rows].clone()
-            context.tensors[f"target:{item}"] = self._padded(batch.target_SD)
-            context.tensors[f"counted:{item}"] = self._padded(batch.counted_S)
+            context.tensors[f"act:-1.{item}"] = x_SD[rows].clone()
+            context.tensors[f"target:{item}"] = target_SD
+            context.tensors[f"counted:{item}"] = counted_S
 
     def whole(
         self, tensors: Mapping[int, Mapping[str, Tensor]], suffix: str, replica: int = 0
@@ -281,48 +283,6 @@ class ResidualStep:
         found = {name: grads[0].new_zeros(shape) for name, shape in flat.shapes.items()}
         found |= zip(place.parameters, grads)
         total += flat.pack(found)
-
-
-class _Cut:
-    """How a tensor spec cuts parameters: equal parts of a dim, the last ones padded with zeros."""
-
-    def __init__(
-        self, axis: str, degree: int, mesh: Mesh, rules: Mapping[str, Rule], twice: bool,
-        shapes: Mapping[str, tuple[int, ...]],
-    ) -> None:  # fmt: skip
-        self.axis, self.gathers_input_twice = axis, twice
-        self._degree, self._mesh, self._rules, self._shapes = degree, mesh, rules, shapes
-
-    @staticmethod
-    def of(work: StepWork, mesh: Mesh, specs: Sequence[Spec]) -> _Cut:
-        """Of the spec that splits the products ("tp" of degree 1 without one)."""
-        blocks = [block for unit in work.units for block in unit.blocks]
-        shapes = {f"{b.name}.{m.name}": m.shape for b in blocks for m in b.modules}
-        for spec in specs:
-            rules = {name: spec.rule_for(name) for name in shapes}
-            if all(rule and rule.placement in ("column", "row") for rule in rules.values()):
-                around = spec.rule_for(blocks[0].name)
-                degree = mesh.degree(spec.axis)
-                twice = degree > 1 and any(e.of == "inputs" for e in around.exchanges)
-                return _Cut(spec.axis, degree, mesh, rules, twice, shapes)
-        return _Cut("tp", 1, mesh, {}, False, shapes)
-
-    def part(self, whole: Tensor, name: str, rank: int) -> Tensor:
-        """What a rank holds of a parameter."""
-        if self._degree == 1:
-            return whole
-        dim = self._rules[name].dim
-        size = ceil(whole.shape[dim] / self._degree)
-        padding = [0, 0] * (whole.ndim - dim - 1) + [0, size * self._degree - whole.shape[dim]]
-        at = self._mesh.coordinate(rank, self.axis)
-        return F.pad(whole, padding).narrow(dim, at * size, size)
-
-    def join(self, parts: Sequence[Tensor], name: str) -> Tensor:
-        """The parameter from its parts."""
-        if self._degree == 1:
-            return parts[0]
-        dim = self._rules[name].dim
-        return torch.cat(list(parts), dim).narrow(dim, 0, self._shapes[name][dim])
 
 
 def _shard_axis(mesh: Mesh, specs: Sequence[Spec]) -> str:

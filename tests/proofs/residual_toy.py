@@ -17,7 +17,7 @@ from phalanx.action import Program
 from phalanx.lower import lower
 from phalanx.mesh import Mesh
 from phalanx.ops.residual import AdamW, Batch, ResidualStep, residual_backward, residual_forward
-from phalanx.policy import Order, Spec
+from phalanx.policy import Order, Spec, Step
 from phalanx.registry import build
 from phalanx.trace import Trace
 from phalanx.workload import StepWork, toy_work
@@ -31,7 +31,7 @@ class Case:
 
     axes: Mapping[str, int]
     specs: Sequence[Spec] = ()
-    schedule: str = "1f1b"
+    schedule: str | Order = "1f1b"
     width: int = 6
     num_layers: int = 4
     item_tokens: tuple[int, ...] = ITEM_TOKENS
@@ -42,7 +42,8 @@ class Case:
 
     @property
     def order(self) -> Order:
-        return build("pipeline", self.schedule)
+        named = isinstance(self.schedule, str)
+        return build("pipeline", self.schedule) if named else self.schedule
 
     @property
     def work(self) -> StepWork:
@@ -64,6 +65,25 @@ class Case:
         """The data-parallel replica of a rank."""
         at = self.mesh.coordinate
         return at(rank, "replicate") * self.mesh.degree("shard") + at(rank, "shard")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Looped(Order):
+    """GPipe over stages dealt out round robin, so that a rank holds several."""
+
+    stages_per_rank: int = 2
+
+    def num_stages(self, num_ranks: int) -> int:
+        return num_ranks * self.stages_per_rank
+
+    def order(self, num_ranks: int, num_items: int) -> list[list[Step]]:
+        lists = []
+        for rank in range(num_ranks):
+            stages, items = range(rank, self.num_stages(num_ranks), num_ranks), range(num_items)
+            forward = [Step(stage, "F", item) for stage in stages for item in items]
+            backward = [Step(stage, "B", item) for stage in reversed(stages) for item in items]
+            lists.append(forward + backward)
+        return lists
 
 
 class Toy(NamedTuple):

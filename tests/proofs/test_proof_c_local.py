@@ -23,6 +23,7 @@ from phalanx.worlds.local import LocalWorld
 from phalanx.worlds.sim import SimWorld
 from tests.proofs.residual_toy import (
     Case,
+    Looped,
     issue_rows,
     loss_whole,
     make_step,
@@ -69,6 +70,12 @@ CASES = {
     ),
     "replicas x tp": Case(axes={"pp": 2, "replicate": 2, "tp": 2}, specs=[Replicate(), Megatron()]),
     "one rank": Case(axes={"pp": 1}),
+    "two stages a rank": Case(
+        axes=CUBE, specs=[Fsdp(), Megatron()], schedule=Looped(), num_layers=5
+    ),
+    "two stages, one rank": Case(
+        axes={"shard": 2, "tp": 2}, specs=[Fsdp(), SEQUENCE], schedule=Looped()
+    ),
     "four stages": Case(axes={"pp": 4, "tp": 2}, specs=[Megatron()], num_layers=7),
 }  # fmt: skip
 SUMS_IN_ANOTHER_ORDER = [
@@ -195,7 +202,9 @@ def has_same_bits(name: str) -> bool:
     return all(torch.equal(found[n], expected[n]) for found in runs for n in expected)
 
 
-@pytest.mark.parametrize("name", ["cube", "sequence", LEAST_ORDERED, "hybrid x tp"])
+@pytest.mark.parametrize(
+    "name", ["cube", "sequence", LEAST_ORDERED, "hybrid x tp", "two stages, one rank"]
+)
 def test_any_order_that_lanes_and_labels_allow_gives_the_same_bits(name):
     assert has_same_bits(name)
 
