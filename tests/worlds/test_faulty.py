@@ -43,7 +43,7 @@ def play_simulated(program: Program, faults: FaultScript) -> str:
 
 
 def play(rank: int, world_size: int, program: Program, faults: FaultScript):
-    world = DistWorld(program.mesh, programs.OPS, rank, current_store(), timeout_s=1.5)
+    world = DistWorld(program.mesh, programs.OPS, rank, current_store(), timeout_s=3.0)
     try:
         trace = drive(FaultyWorld(world, faults), program=program)
     except PhalanxError as error:
@@ -117,7 +117,7 @@ def twice(rank: int, world_size: int, faults: FaultScript):
     program = Program.by_axis(mesh, "pp", [first, second])
     if rank < 0:
         return play_locally(program, faults)[0], play_simulated(program, faults)
-    world = DistWorld(mesh, programs.OPS, rank, current_store(), timeout_s=1.5)
+    world = DistWorld(mesh, programs.OPS, rank, current_store(), timeout_s=3.0)
     drive(FaultyWorld(world, faults), program=program)
     return world.tensors["x:0"].tolist()
 
