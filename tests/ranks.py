@@ -50,6 +50,9 @@ from tests.rank_worker import GRACE_S, LOADED, current_store
 
 __all__ = ["DIED", "RankFailed", "close_pool", "current_store", "run_ranks"]
 
+# torch asks the name server who 127.0.0.1 is at each connection; one that is silent costs 5 s
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+
 ROOT = Path(__file__).resolve().parent.parent
 MAX_WORKERS = 8
 FIRST_WORKERS = 4
