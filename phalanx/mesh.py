@@ -145,8 +145,8 @@ class Mesh:
             axis = self.names[-1]
             divisors = [n for n in range(1, num_devices + 1) if num_devices % n == 0]
             near = nearest_numbers(self.degree(axis), divisors)
-            rest = "shard" if axis == "replicate" else "replicate"
-            shapes = [Mesh({rest: num_devices // int(n), axis: int(n)}) for n in near]
+            other = "shard" if axis == "replicate" else "replicate"
+            shapes = [Mesh({other: num_devices // int(n), axis: int(n)}) for n in near]
         return shapes[:3]
 
     def _require_rank(self, rank: int) -> None:

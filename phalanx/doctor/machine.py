@@ -95,8 +95,8 @@ def _cgroup_folders(controller: str) -> list[Path]:
         if controllers == "":
             root = _CGROUPS
         elif controller in controllers.split(","):
-            root = _CGROUPS / controllers if (_CGROUPS / controllers).is_dir() else None
-            root = root or _CGROUPS / controller
+            joint = _CGROUPS / controllers
+            root = joint if joint.is_dir() else _CGROUPS / controller
         else:
             continue
         group = root / path.lstrip("/")

@@ -141,9 +141,9 @@ class _Gemma3Keys:
         eos = get("eos_token_id", 1)
         return DecoderConfig(
             family="gemma3_text",
-            vocab_size=get("vocab_size"),
-            hidden_size=get("hidden_size"),
-            intermediate_size=get("intermediate_size"),
+            vocab_size=self.table["vocab_size"],
+            hidden_size=self.table["hidden_size"],
+            intermediate_size=self.table["intermediate_size"],
             layer_kinds=self._layer_kinds(),
             kinds=(self._kind("sliding"), self._kind("full")),
             query_scale=float(scalar) ** -0.5,

@@ -86,7 +86,8 @@ def published(slug: str) -> list[Published]:
 
 def published_report(slug: str, title: str) -> Report:
     """The published numbers as a report; rows that would share a name are counted."""
-    report, seen = Report(title), Counter()
+    report = Report(title)
+    seen: Counter[str] = Counter()
     for each in published(slug):
         name = each.row().quantity
         seen[name] += 1
