@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
@@ -66,12 +67,13 @@ def _ensure(folder: str) -> list[str]:
     return lines
 
 
+@pytest.mark.slow
 @pytest_demo
 @needs_package
 @pytest.mark.timeout(300)
 def test_two_processes_at_once_write_one_folder_and_show_the_terms_once(tmp_path):
     target = str(tmp_path / "model")
-    with ProcessPoolExecutor(2) as pool:
+    with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
         lines = [line for part in pool.map(_ensure, [target, target]) for line in part]
     assert sum("Gemma Terms of Use" in line for line in lines) == 1
     assert sorted(os.listdir(tmp_path)) == [".model.lock", "model"]
