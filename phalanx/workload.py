@@ -36,7 +36,8 @@ class Block:
         name: canonical module prefix ("layers.3.mlp").
         op: key of the cost model ("attention", "mlp", "embedding", "head").
         modules: what holds parameters, in forward order; rules match "<block>.<module>".
-        flops_per_token: forward; a backward pass takes twice as many.
+        flops_per_token: forward.
+        backward_flops_per_token: None: twice as many; adapters on a frozen base take fewer.
         saved_bytes_per_token: activations kept for the backward pass.
         out_bytes_per_token: what leaves the block (hidden width x itemsize).
     """
@@ -45,6 +46,7 @@ class Block:
     op: str
     modules: tuple[Module, ...] = ()
     flops_per_token: float = 0.0
+    backward_flops_per_token: float | None = None
     saved_bytes_per_token: float = 0.0
     out_bytes_per_token: float = 0.0
 
@@ -52,6 +54,14 @@ class Block:
     def num_params(self) -> int:
         """Elements, unsharded."""
         return sum(module.num_params for module in self.modules)
+
+    def pass_flops_per_token(self, kind: str) -> float:
+        """Work of a pass: "F", "B", or half of it for "I" and "W" (a product per weight each)."""
+        if kind == "F":
+            return self.flops_per_token
+        whole = self.backward_flops_per_token
+        whole = 2.0 * self.flops_per_token if whole is None else whole
+        return whole if kind == "B" else whole / 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,8 +11,6 @@ from phalanx.workload import Block, Unit
 
 GRAINS = ("stage", "unit", "operator")
 
-# Forward work is 1; a full backward pass computes two products per weight, I and W one each.
-_WORK = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
 _RELEASES = ("B", "W")  # the pass after which a micro-batch's activations are no longer needed
 
 
@@ -38,7 +36,7 @@ def _chunk(step: Step, placed: Placed, grain: str) -> Chunk:
         num_bytes = placed.tokens_between(step.item) * per_token
         actions.append(Alloc(tensor=saved, num_bytes=num_bytes))
     for name, op, blocks in _pieces(units, step, grain):
-        flops = _WORK[step.kind] * num_tokens * sum(block.flops_per_token for block in blocks)
+        flops = num_tokens * sum(block.pass_flops_per_token(step.kind) for block in blocks)
         params = sum(block.num_params for block in blocks)
         actions.append(
             Compute(

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import ceil
 
 from phalanx.errors import JobError
 from phalanx.job import Job
 from phalanx.mesh import Mesh
-from phalanx.models.config import DTYPE_BYTES, AttentionKind, DecoderConfig
-from phalanx.models.spec import LoraSpec, layer_tensors, lora_targets
+from phalanx.models.config import DTYPE_BYTES, DecoderConfig
+from phalanx.models.operators import Operator, operators
+from phalanx.models.spec import LoraSpec, canonical_tensors
 from phalanx.workload import Block, Module, StepWork, Unit, toy_work
 
 _DATA_AXES = ("replicate", "shard")
@@ -54,85 +55,59 @@ def _item_tokens(job: Job, mesh: Mesh) -> tuple[int, ...]:
 def model_work(
     config: DecoderConfig, item_tokens: Sequence[int], *, lora: LoraSpec | None = None
 ) -> StepWork:
-    """Units and blocks of a decoder: embedding, layers, final norm with the tied head.
+    """Units and blocks of a decoder, summed from its operators: embedding, layers, norm and head.
 
-    FLOPs are 2 per parameter and token, plus 4 H C per token and visible key for attention; the
-    mean number of visible keys of a packed row of n tokens is (n + 1) / 2 without a window.
-    Saved activations: the input of every product and norm, in the model's dtype (attention keeps
-    no S x S matrix).
+    Args:
+        config: sizes; its dtype is that of weights and activations.
+        item_tokens: tokens of each micro-batch; the longest counts as one document.
+        lora: adapters on a frozen base; None: every weight is trained. Adapters are gathered with
+            their unit but not counted among its parameters.
     """
-    itemsize = DTYPE_BYTES[config.dtype]
-    length = max(item_tokens)
-    trained = _trained_params(config, lora)
-    width = float(config.hidden_size * itemsize)
-    table = Module("embed_tokens", (config.vocab_size, config.hidden_size))
-    embedding = Block(
-        name="model.embed_tokens", op="embedding", modules=(table,), out_bytes_per_token=width
+    by_block: dict[str, list[Operator]] = {}
+    for op in operators(config, document_tokens=max(item_tokens), lora=lora):
+        if op.op != "rope":  # tables that all layers share; their bytes are negligible
+            by_block.setdefault(_block_name(op), []).append(op)
+    width = float(config.hidden_size * DTYPE_BYTES[config.dtype])
+    shapes = {name: spec.shape for name, spec in canonical_tensors(config).items()}
+    by_unit: dict[str, list[str]] = {}
+    for name in by_block:
+        by_unit.setdefault(name.rsplit(".", 1)[0] if "layers" in name else name, []).append(name)
+    units = tuple(
+        Unit(
+            name=unit,
+            blocks=tuple(_block(name, by_block[name], shapes, width) for name in names),
+            trainable_params=None
+            if lora is None
+            else sum(op.num_trained for name in names for op in by_block[name]),
+        )
+        for unit, names in by_unit.items()
     )
-    norm = Module("norm", (config.hidden_size,))
-    head = Block(
-        name="model.norm",
-        op="head",
-        modules=(norm,),
-        flops_per_token=2.0 * table.num_params,
-        saved_bytes_per_token=width,
+    itemsize = DTYPE_BYTES[config.dtype]
+    return StepWork(units=units, item_tokens=tuple(item_tokens), param_bytes=itemsize, grad_bytes=4)
+
+
+def _block_name(op: Operator) -> str:
+    """The block that an operator belongs to: norms and sums go with what stands between them."""
+    if op.layer is None:
+        return "model.norm" if op.op == "head" else op.name
+    feeds = any(word in op.name for word in ("mlp", "feedforward"))
+    return f"model.layers.{op.layer}.{'mlp' if feeds else 'self_attn'}"
+
+
+def _block(
+    name: str, inside: Sequence[Operator], shapes: Mapping[str, tuple[int, ...]], width: float
+) -> Block:
+    kind = {"self_attn": "attention", "mlp": "mlp", "norm": "head", "embed_tokens": "embedding"}
+    owned = [tensor for op in inside if op.num_params for tensor in op.tensors]
+    return Block(
+        name=name,
+        op=kind[name.rsplit(".", 1)[-1]],
+        modules=tuple(
+            Module(tensor.removesuffix(".weight").rsplit(".", 1)[-1], shapes[tensor])
+            for tensor in owned
+        ),
+        flops_per_token=sum(op.flops_per_token for op in inside),
+        backward_flops_per_token=sum(op.backward_flops_per_token for op in inside),
+        saved_bytes_per_token=sum(op.saved_bytes_per_token for op in inside),
         out_bytes_per_token=width,
     )
-    frozen = 0 if lora else None
-    units = [
-        Unit(name="model.embed_tokens", blocks=(embedding,), trainable_params=frozen),
-        *(_layer(config, at, length, trained) for at in range(config.num_layers)),
-        Unit(name="model.norm", blocks=(head,), trainable_params=frozen),
-    ]
-    return StepWork(
-        units=tuple(units), item_tokens=tuple(item_tokens), param_bytes=itemsize, grad_bytes=4
-    )
-
-
-def _trained_params(config: DecoderConfig, lora: LoraSpec | None) -> dict[int, int] | None:
-    if lora is None:
-        return None
-    trained = dict.fromkeys(range(config.num_layers), 0)
-    for spec in lora_targets(config, lora):
-        trained[int(spec.name.split(".")[2])] += lora.rank * sum(spec.shape)
-    return trained
-
-
-def _layer(config: DecoderConfig, layer: int, length: int, trained: dict[int, int] | None) -> Unit:
-    itemsize, d = DTYPE_BYTES[config.dtype], config.hidden_size
-    kind = config.attention(layer)
-    prefix = f"model.layers.{layer}."
-    by_block: dict[str, list[Module]] = {"self_attn": [], "mlp": []}
-    for spec in layer_tensors(config, layer):
-        name = spec.name.removeprefix(prefix).removesuffix(".weight")
-        block = "mlp" if "mlp" in name or "feedforward" in name else "self_attn"
-        by_block[block].append(Module(name.rsplit(".", 1)[-1], spec.shape))
-    heads = kind.head_dim * (kind.num_heads + kind.num_kv_heads)
-    attention = Block(
-        name=f"{prefix}self_attn",
-        op="attention",
-        modules=tuple(by_block["self_attn"]),
-        flops_per_token=_matmul_flops(by_block["self_attn"]) + _score_flops(kind, length),
-        saved_bytes_per_token=float(itemsize * (3 * d + 4 * heads)),
-        out_bytes_per_token=float(itemsize * d),
-    )
-    mlp = Block(
-        name=f"{prefix}mlp",
-        op="mlp",
-        modules=tuple(by_block["mlp"]),
-        flops_per_token=_matmul_flops(by_block["mlp"]),
-        saved_bytes_per_token=float(itemsize * (3 * d + 4 * config.intermediate_size)),
-        out_bytes_per_token=float(itemsize * d),
-    )
-    params = None if trained is None else trained[layer]
-    return Unit(name=prefix.rstrip("."), blocks=(attention, mlp), trainable_params=params)
-
-
-def _matmul_flops(modules: Sequence[Module]) -> float:
-    return 2.0 * sum(module.num_params for module in modules if len(module.shape) == 2)
-
-
-def _score_flops(kind: AttentionKind, length: int) -> float:
-    window = min(kind.window or length, length)
-    visible = window - window * (window - 1) / (2 * length)
-    return 4.0 * kind.num_heads * kind.head_dim * visible

@@ -1,0 +1,58 @@
+"""Machines: every number has a unit, a source and a date, or the file is refused."""
+
+import pytest
+
+from phalanx.errors import JobError
+from phalanx.hardware import machine_names, parse_cluster, read_machine
+
+
+@pytest.mark.parametrize("name", machine_names())
+def test_every_figure_is_positive_and_tells_its_source_and_date(name):
+    for figure in read_machine(name).figures().values():
+        assert figure.value > 0 and figure.source and figure.date
+        assert figure.kind in ("measured", "published", "assumption")
+
+
+@pytest.mark.parametrize(
+    ("text", "count", "name"), [("8xh100", 8, "h100"), ("H100", 1, "h100"), ("4*v5p", 4, "v5p")]
+)
+def test_cluster_shorthand(text, count, name):
+    cluster = parse_cluster(text)
+    assert (cluster.num_devices, cluster.machine.name) == (count, name)
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [("8xh10", "registry/unknown"), ("0xh100", "job/bad-value"), ("8 h100", "job/bad-value")],
+)
+def test_bad_clusters_are_refused_with_a_way_out(text, code):
+    with pytest.raises(JobError) as caught:
+        parse_cluster(text)
+    assert caught.value.code == code and caught.value.legal
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "code"),
+    [
+        ('value = "80 GB"', 'value = "80 GBit"', "unit/unknown"),
+        ("[price]", "[prize]", "job/unknown-key"),
+        ("devices_per_domain = 8", "", "job/missing"),
+        ('kind = "measured"', 'kind = "guess"', "job/bad-value"),
+        ('date = "2025"', "", "job/bad-value"),
+        ("[memory]", "[memory", "job/syntax"),
+    ],
+)
+def test_incomplete_machine_files_are_refused(tmp_path, old, new, code):
+    source = _text("h100")
+    assert old in source
+    path = tmp_path / "mine.toml"
+    path.write_text(source.replace(old, new, 1))
+    with pytest.raises(JobError) as caught:
+        read_machine(str(path))
+    assert caught.value.code == code
+
+
+def _text(name):
+    from importlib.resources import files
+
+    return (files("phalanx.hardware") / f"{name}.toml").read_text()
