@@ -26,19 +26,26 @@ PLACEMENTS = ("shard", "replicate")
 
 @dataclass(frozen=True)
 class BoundUnit:
-    """A module that is gathered and reduced together.
+    """Modules that are gathered and reduced together.
 
     Attributes:
-        name: canonical, "" for the root, which holds what no other unit claims.
-        is_frozen: no parameter that it claims is trained.
+        name: canonical, "" for the root, which holds what no other unit claims; the pattern of
+            their rule for modules that it takes out of other units.
+        modules: one, or those taken out.
         shard, replicate: the rules that apply to it, by placement.
+        is_frozen: no parameter that it claims is trained.
     """
 
     name: str
-    module: nn.Module
-    is_frozen: bool
+    modules: tuple[nn.Module, ...]
     shard: Rule | None
     replicate: Rule | None
+    is_frozen: bool = False
+
+    @property
+    def module(self) -> nn.Module:
+        """Where torch keeps the state of the unit."""
+        return self.modules[0]
 
     @property
     def stays_gathered(self) -> bool:
@@ -165,21 +172,42 @@ def _by_placement(specs: Sequence[Spec], mesh: DeviceMesh) -> dict[str, Spec]:
     return found
 
 
+_Rules = tuple[Rule | None, Rule | None]
+
+
 def _units(
     root: nn.Module, shard: Spec | None, replicate: Spec | None, dtypes: dict[str, str]
 ) -> list[BoundUnit]:
-    """The root, and the outermost modules whose rule is another than the root's."""
-    specs = [spec for spec in (shard, replicate) if spec is not None]
-    units, inside = [], ""
+    """The root; the outermost modules whose rules are others than the root's; and inside those, by
+    rule, the modules whose rules are others again."""
+
+    def rules_for(path: str) -> _Rules:
+        return _with_dtypes(shard, path, dtypes), _with_dtypes(replicate, path, dtypes)
+
+    outside = rules_for("")
+    units = [BoundUnit("", (root,), *outside)]
+    taken: dict[_Rules, list[nn.Module]] = {}
+    unit_path = taken_path = None
     for path, module in root.named_modules():
-        if inside and path.startswith(inside):
+        rules = rules_for(path)
+        if not path or rules == outside or _is_below(path, taken_path):
             continue
-        if path and all(spec.rule_for(path) == spec.rule_for("") for spec in specs):
-            continue
-        rules = [_with_dtypes(spec, path, dtypes) for spec in (shard, replicate)]
-        units.append(BoundUnit(path, module, False, *rules))
-        inside = f"{path}." if path else ""
+        if not _is_below(path, unit_path):
+            units.append(BoundUnit(path, (module,), *rules))
+            unit_path = path
+        elif rules != (units[-1].shard, units[-1].replicate):
+            taken.setdefault(rules, []).append(module)
+            taken_path = path
+    units += [BoundUnit(_pattern(rules), tuple(found), *rules) for rules, found in taken.items()]
     return [replace(each, is_frozen=not _claimed(units, each)) for each in units]
+
+
+def _is_below(path: str, above: str | None) -> bool:
+    return above is not None and path.startswith(f"{above}.")
+
+
+def _pattern(rules: _Rules) -> str:
+    return next(rule.pattern for rule in rules if rule is not None)
 
 
 def _with_dtypes(spec: Spec | None, path: str, dtypes: dict[str, str]) -> Rule | None:
@@ -189,10 +217,18 @@ def _with_dtypes(spec: Spec | None, path: str, dtypes: dict[str, str]) -> Rule |
 
 
 def _claimed(units: Sequence[BoundUnit], unit: BoundUnit) -> list[nn.Parameter]:
-    """The trainable parameters of a unit: of the root, those that no other unit holds."""
-    others = () if unit.name else units[1:]
-    theirs = {parameter for each in others for parameter in each.module.parameters()}
-    return [p for p in unit.module.parameters() if p.requires_grad and p not in theirs]
+    """The trainable parameters of a unit, without those that a unit inside it claims."""
+    inside = {module for each in units for module in each.modules if each is not unit}
+    inside.difference_update(_surrounding(units, unit))
+    theirs = {parameter for module in inside for parameter in module.parameters()}
+    mine = (parameter for module in unit.modules for parameter in module.parameters())
+    return [parameter for parameter in mine if parameter.requires_grad and parameter not in theirs]
+
+
+def _surrounding(units: Sequence[BoundUnit], unit: BoundUnit) -> set[nn.Module]:
+    """Modules of other units that contain this one."""
+    modules = (module for each in units for module in each.modules)
+    return {module for module in modules if unit.modules[0] in set(module.modules())}
 
 
 def _unit_sum(units: Sequence[BoundUnit], unit: BoundUnit, group: dist.ProcessGroup) -> UnitSum:
@@ -206,7 +242,7 @@ def _shard_units(
     grid = _grid(mesh, [spec.axis for spec in (replicate, shard) if spec is not None])
     for unit in reversed(units):  # innermost first: the root claims the rest
         fully_shard(
-            unit.module,
+            list(unit.modules) if len(unit.modules) > 1 else unit.module,
             mesh=grid,
             reshard_after_forward=unit.shard.reshard,
             mp_policy=MixedPrecisionPolicy(
@@ -215,16 +251,28 @@ def _shard_units(
                 cast_forward_inputs=False,
             ),
         )
-    modules: list[FSDPModule] = [unit.module for unit in units]
+    modules: list[FSDPModule] = [unit.module for unit in units if len(unit.modules) == 1]
     for at, unit in enumerate(units):
         # the loss is divided by the global number of targets: gradients add up to their mean
         unit.module.set_gradient_divide_factor(1.0)
         unit.module.set_force_sum_reduction_for_comms(True)
+        if len(unit.modules) > 1:
+            _gather_with_root(units[0].module, unit.module)
+            continue
         ahead = unit.shard.prefetch
         unit.module.set_modules_to_forward_prefetch(modules[at + 1 : at + 1 + ahead])
         if ahead > 1:
             behind = modules[max(1, at - ahead) : at]
             unit.module.set_modules_to_backward_prefetch(behind[::-1])
+
+
+def _gather_with_root(root: nn.Module, unit: FSDPModule) -> None:
+    """Modules that others look into never run by themselves, so no hook of theirs gathers them."""
+
+    def gather(_root: nn.Module, _inputs: object) -> None:
+        unit.unshard()
+
+    root.register_forward_pre_hook(gather)
 
 
 def _grid(mesh: DeviceMesh, axes: Sequence[str]) -> DeviceMesh:

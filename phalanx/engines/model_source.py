@@ -1,4 +1,4 @@
-"""Where a job's model comes from: a folder, the Hub, the demo package, or nothing (from scratch).
+"""Where a job's model and data come from: a folder, the Hub, the demo package, or from scratch.
 
 No torch: planners ask for the sizes with it.
 """
@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from phalanx.data.prepare import small_tokenizer
+from phalanx.data.prepare import DataSettings, small_tokenizer
 from phalanx.errors import JobError, PlanError
 from phalanx.job import Job
 from phalanx.models.demo import DEMO_MODEL, ensure_demo_model
@@ -32,6 +32,17 @@ class ModelSource:
     config: DecoderConfig
     folder: Path | None
     tokenizer_folder: Path
+
+
+def data_settings(job: Job) -> DataSettings:
+    """What decides the samples of a job."""
+    return DataSettings(
+        source=job.data.source,
+        max_tokens=job.data.max_tokens,
+        too_long=job.data.too_long,
+        held_out_frac=job.data.held_out_frac,
+        max_rows=job.data.max_rows,
+    )
 
 
 def model_source(job: Job, log: Callable[[str], None] = print) -> ModelSource:

@@ -63,6 +63,10 @@ class Process:
         dist.all_reduce(total)
         return float(total[0])
 
+    def mean(self, value: float) -> float:
+        """`value` averaged over all ranks; waits."""
+        return self.sum(value) / self.world_size
+
 
 @contextmanager
 def start_process(device: str, mesh: Mesh, timeout_s: float = 600.0) -> Iterator[Process]:

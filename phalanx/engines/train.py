@@ -14,7 +14,7 @@ import math
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
 from statistics import median
@@ -23,21 +23,22 @@ from typing import Any
 
 from phalanx.cost.training import counted_weight
 from phalanx.data.batches import SampleStream, StepBatch, step_batch, whole_pass
-from phalanx.data.prepare import DataSettings, Prepared, prepare
+from phalanx.data.prepare import Prepared, prepare
 from phalanx.data.samples import Sample
 from phalanx.data.tokenise import TextTokenizer
 from phalanx.engines.evaluate import greedy, held_out_loss
 from phalanx.engines.metrics import MetricsFile, StepTrace, write_traces
-from phalanx.engines.model_source import ModelSource, model_source
+from phalanx.engines.model_source import ModelSource, data_settings, model_source
 from phalanx.engines.operator_profile import OperatorProfile
 from phalanx.engines.optim import ShardedAdamW, learning_rate
 from phalanx.engines.process import PeakMemory, Process, resident_bytes, start_process
 from phalanx.engines.result import TrainResult
+from phalanx.engines.run_folder import read_run
 from phalanx.engines.trainer_export import export
 from phalanx.engines.trainer_model import build_model
-from phalanx.engines.trainer_step import StepTensors, TrainStep
+from phalanx.engines.trainer_step import StepOutcome, TrainStep
 from phalanx.errors import JobError, PhalanxError, WorldError
-from phalanx.job import Job, load_job
+from phalanx.job import Job
 from phalanx.plan import Plan, RoleProgram
 
 NUM_SAMPLES, SAMPLE_TOKENS = 2, 40
@@ -149,18 +150,9 @@ class _Run:
         self.seconds[what] = self.seconds.get(what, 0.0) + perf_counter() - start_s
 
     def _prepare(self) -> tuple[ModelSource, Prepared]:
-        data = self.job.data
-        settings = DataSettings(
-            source=data.source,
-            max_tokens=data.max_tokens,
-            too_long=data.too_long,
-            held_out_frac=data.held_out_frac,
-            max_rows=data.max_rows,
-        )
-
         def make() -> tuple[ModelSource, Prepared]:
             source = model_source(self.job, log=self._log)
-            return source, prepare(settings, source.tokenizer_folder)
+            return source, prepare(data_settings(self.job), source.tokenizer_folder)
 
         return self.process.leader_first(make)
 
@@ -184,7 +176,7 @@ class _Run:
         self.trace = StepTrace(self.process.rank, self.job.name)
         units = {unit.name: unit.module for unit in self.model.data.units if unit.name}
         self.profile = OperatorProfile(self.process.rank, units, self.process.device)
-        self._pending: tuple[int, StepBatch, float, StepTensors] | None = None
+        self._pending: tuple[int, StepBatch, float, StepOutcome] | None = None
         self.step_s: list[float] = []
         self.num_tokens = self.num_counted = 0
         self.rows = {
@@ -237,6 +229,7 @@ class _Run:
             "counted_tokens": batch.num_counted_global,
             "micro_batches": len(batch.micro_batches),
             "step_s": step_s,
+            "cpu_s": outcome.cpu_s,
             "tokens_per_s": batch.num_tokens_global / step_s,
         }
         self.metrics.write(**values)
@@ -288,21 +281,6 @@ class _Run:
             }
             for chat, old, new in zip(self._chats(), before, after)
         ]
-
-
-def read_run(folder: str | Path) -> tuple[Job, Plan]:
-    """The job and the plan of a run folder."""
-    table = json.loads((Path(folder) / "job.json").read_text(encoding="utf-8"))
-    flags = {
-        f"{s}.{k}": value for s, keys in table["sections"].items() for k, value in keys.items()
-    }
-    return replace(load_job(None, flags), name=table["name"]), Plan.load(Path(folder) / "plan.json")
-
-
-def write_job(job: Job, folder: str | Path) -> None:
-    """Write `job.json`, as `read_run` reads it."""
-    table = {"name": job.name, "sections": job.to_dict()}
-    (Path(folder) / "job.json").write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
 
 
 def _print_event(event: Mapping[str, Any]) -> None:

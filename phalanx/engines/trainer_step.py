@@ -6,6 +6,7 @@ Legend: S packed tokens, N targets.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from time import process_time
 from typing import NamedTuple
 
 import torch
@@ -26,11 +27,18 @@ class Work(NamedTuple):
     item: int
 
 
-class StepTensors(NamedTuple):
-    """What a step computed, still on the device: mean loss of the global batch, gradient norm."""
+class StepOutcome(NamedTuple):
+    """What a step computed.
+
+    Attributes:
+        loss, grad_norm: mean loss of the global batch and gradient norm, still on the device.
+        cpu_s: processor time of this process, per thread; less than the step's wall time where it
+            waited for others or other programs had the cores.
+    """
 
     loss: Tensor
     grad_norm: Tensor
+    cpu_s: float
 
 
 class TrainStep:
@@ -57,8 +65,9 @@ class TrainStep:
         """When the parts of step `number` ran; kept until step `number + 2`."""
         return self._spans[number % 2]
 
-    def run(self, batch: StepBatch, number: int, lr: float) -> StepTensors:
+    def run(self, batch: StepBatch, number: int, lr: float) -> StepOutcome:
         """One step; nothing is read back from the device."""
+        start_s = process_time()
         spans = self.spans(number)
         spans.restart()
         total = torch.zeros((), device=self.device)
@@ -72,7 +81,8 @@ class TrainStep:
             else:
                 self.model.data.finish_step()
                 norm = self.optimizer.step(lr)
-        return StepTensors(self.model.data.sum(total), norm)
+        loss = self.model.data.sum(total)
+        return StepOutcome(loss, norm, (process_time() - start_s) / torch.get_num_threads())
 
     def _forward(self, batch: StepBatch, number: int, item: int) -> Tensor:
         self.model.data.begin_item(item, len(batch.micro_batches))

@@ -12,13 +12,20 @@ import torch.distributed as dist
 
 from phalanx.data.prepare import DataSettings, prepare
 from phalanx.data.tokenise import train_tokenizer
-from phalanx.engines.train import read_run, train, write_job
+from phalanx.engines.run_folder import read_run, write_job
+from phalanx.engines.train import train
 from phalanx.errors import JobError, PlanError, WorldError
 from phalanx.job import load_job
 from phalanx.models.hf import load_decoder, save_folder
 from phalanx.models.lora import inject, load_adapter
 from phalanx.models.parameters import initial_values, load_parameters
-from phalanx.models.spec import canonical_tensors, small_config
+from phalanx.models.spec import (
+    LoraSpec,
+    canonical_tensors,
+    lora_tensors,
+    read_config,
+    small_config,
+)
 from phalanx.ops.loss import counted_cross_entropy
 from phalanx.plan import Plan, Pool, RoleProgram
 from phalanx.trace import Trace
@@ -211,6 +218,20 @@ def test_adapters_train_alike_sharded_and_replicated(tmp_path, source, base_fold
     ):
         (_, metrics), _ = trained(tmp_path, source, name, mesh, (spec,), **options)
         torch.testing.assert_close(losses(metrics), expected, rtol=1e-5, atol=0.0)
+
+
+@pytest.mark.dist
+def test_frozen_weights_travel_once_and_adapters_once_a_step(tmp_path, source, base_folder):
+    spec = FSDP | {"reshard_after_forward": False}
+    options = LORA | {"model__name": str(base_folder), "plan__profile_steps": 2}
+    _, folder = trained(tmp_path, source, "run", {"shard": 2}, (spec,), **options)
+    trace = Trace.load(folder / "trace.npz")
+    tensors = lora_tensors(read_config(base_folder), LoraSpec(rank=3, alpha=12.0)).values()
+    padded = sum(-(-spec.shape[0] // 2) * 2 * spec.shape[1] for spec in tensors)
+    for step in (1, 2):
+        of_step = trace.where(rank=0, step=step, axis="shard")
+        for kind in ("all_gather", "reduce_scatter"):
+            assert of_step.where(operator=kind).column("payload_bytes").tolist() == [4 * padded]
 
 
 @pytest.mark.dist

@@ -21,7 +21,8 @@ class Fsdp(Spec):
 
     A unit (one decoder layer; the rest of the model is the root unit) is gathered just before it
     computes and given back just after; its gradients are reduced to the shards as soon as they
-    exist. The root stays gathered between its forward and its backward pass.
+    exist. The root stays gathered between its forward and its backward pass. Low-rank adapters are
+    one unit together, so that frozen layers need not travel because of what little changes in them.
 
     Symbols: F = degree of `axis`; N = units, root included; psi_i, Psi = elements of unit i and of
     all; K = bytes per element in compute (`param_dtype`), R = in reduction (`reduce_dtype`), M = in
@@ -44,12 +45,14 @@ class Fsdp(Spec):
     Differences and limits: per-parameter shards of dim 0 (FSDP2), not flat parameters (the paper);
     gradients are summed, not averaged, because the loss is divided by the global number of counted
     tokens; frozen parameters are gathered but not reduced; a unit that is not given back after its
-    forward pass and holds only frozen parameters is gathered once and kept, as it never changes.
+    forward pass and holds only frozen parameters is gathered once and kept, as it never changes;
+    adapters are gathered before the forward pass and reduced after the backward pass of the model.
     Torch prefetches one unit backward even when `prefetch` is 0.
     """
 
     axis: str = "shard"
     units: str = "*layers.*"
+    adapters: str = "*.lora_*"
     reshard_after_forward: bool = True
     prefetch: int = 1
     reduce_every_item: bool = False
@@ -57,8 +60,9 @@ class Fsdp(Spec):
     reduce_dtype: str = ""
 
     def rules(self) -> tuple[Rule, ...]:
-        """A rule for the units and one for the root, which is everything else."""
+        """Rules for the adapters, for the units, and for the root, which is everything else."""
         return (
+            self._rule(self.adapters, reshard=False),
             self._rule(self.units, self.reshard_after_forward),
             self._rule("*", reshard=False),
         )

@@ -1,0 +1,118 @@
+"""What this machine needs for the operators of a model, measured in a few seconds and kept.
+
+    python -m phalanx.engines.calibrate RUN_FOLDER NUM_PROCESSES      prints the table as JSON
+
+No torch here: processes of `operator_bench` measure, as many as will train.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import sys
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+from phalanx.cost.training import Workload, workload_of
+from phalanx.data.cached import cache_folder, cached_file, content_key
+from phalanx.data.prepare import Prepared
+from phalanx.doctor.machine import num_cores, processor_name
+from phalanx.engines.launch import launch_local
+from phalanx.job import Job
+from phalanx.models.config import DecoderConfig, to_huggingface
+from phalanx.models.spec import LoraSpec
+from phalanx.plan import locked_versions
+
+FORMAT_VERSION = 1
+_WORKER = "phalanx.engines.operator_bench"
+
+
+def calibrate(config: DecoderConfig, work: Workload, *, num_processes: int) -> dict[str, Any]:
+    """Rates of this machine for a training step, from the cache if they were measured before.
+
+    Args:
+        config: shapes and dtype of the model.
+        work: method, rows and documents of the planned step.
+        num_processes: processes that will train here.
+
+    Returns:
+        A table that JSON can hold: "rates", rate key -> {"value", "unit", "cpu_value"}; "made_of",
+        what it was measured for; "measured_s", how long it took; "cores_frac", the share of its
+        cores that this job got while measuring (much below 1: other programs compete).
+
+    Raises:
+        WorldError: when a measuring process fails.
+    """
+    made_of = {
+        "format_version": FORMAT_VERSION,
+        "machine": [platform.node(), processor_name(), num_cores()],
+        "versions": locked_versions(),
+        "config": to_huggingface(config),
+        "work": asdict(work),
+        "num_processes": num_processes,
+    }
+    path = cache_folder("calibration") / f"{content_key(made_of)}.json"
+
+    def measure(new: Path) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            task, answer = Path(folder) / "task.json", Path(folder) / "answer.json"
+            task.write_text(json.dumps(made_of))
+            start_s = perf_counter()
+            launch_local(_WORKER, [str(task), str(answer)], num_processes, timeout_s=120.0)
+            rates = json.loads(answer.read_text())
+        timed = [rate for rate in rates.values() if rate["cpu_value"]]
+        table = {
+            "made_of": made_of,
+            "rates": rates,
+            "measured_s": perf_counter() - start_s,
+            "cores_frac": median(rate["cpu_value"] / rate["value"] for rate in timed),
+        }
+        new.write_text(json.dumps(table, indent=1) + "\n")
+
+    return json.loads(cached_file(path, measure).read_text())
+
+
+def workload(
+    job: Job, config: DecoderConfig, data: Prepared, num_ranks: int, row_tokens: int = 0
+) -> Workload:
+    """The typical step of a job on this many data-parallel ranks.
+
+    Args:
+        row_tokens: longest packed row; 0: `data.max_tokens`.
+    """
+    train = job.train
+    lora = None
+    if train.method == "lora":
+        lora = LoraSpec(rank=train.lora_rank, alpha=train.lora_alpha, dropout=train.lora_dropout)
+    return workload_of(
+        data.train,
+        config,
+        num_steps=train.steps,
+        global_batch_tokens=train.global_batch_tokens,
+        row_tokens=row_tokens or job.data.max_tokens,
+        num_ranks=num_ranks,
+        seed=train.seed,
+        lora=lora,
+    )
+
+
+def main(arguments: list[str]) -> int:
+    """Measure for the job of a run folder and print the table as one line of JSON."""
+    from phalanx.data.prepare import prepare
+    from phalanx.engines.model_source import data_settings, model_source
+    from phalanx.engines.run_folder import read_job
+
+    job, num_processes = read_job(arguments[0]), int(arguments[1])
+    source = model_source(job, log=lambda text: print(text, file=sys.stderr))
+    data = prepare(data_settings(job), source.tokenizer_folder)
+    work = workload(job, source.config, data, num_processes)
+    print(json.dumps(calibrate(source.config, work, num_processes=num_processes)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,295 @@
+"""A process that measures the operators of a model, as `engines.calibrate` asks.
+
+All processes of the planned role measure the same thing at the same time, so caches, memory
+bandwidth and cores are shared as they will be in training. Every operator comes in several copies
+with weights of their own, run one after another with all results alive, as in a model.
+
+Legend: S tokens of a row, N targets, D model, F feed-forward, V vocabulary, H heads, C channels.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from time import perf_counter, process_time
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+
+import phalanx.engines.train  # noqa: F401  to hold what a training process holds
+from phalanx.cost.training import RateKey, Workload, rate_key
+from phalanx.engines.optim import ShardedAdamW
+from phalanx.engines.process import Process, resident_bytes, start_process
+from phalanx.mesh import Mesh
+from phalanx.models.config import DecoderConfig, parse_config
+from phalanx.models.decoder import Projection, RmsNorm
+from phalanx.models.lora import LoraLinear
+from phalanx.models.operators import Operator, operators
+from phalanx.models.spec import canonical_tensors
+from phalanx.ops.attention import Documents, packed_attention
+from phalanx.ops.loss import counted_cross_entropy
+from phalanx.ops.rope import rope_table
+
+_COPIES, _PASSES = 12, 3
+_OPTIMIZER_TENSORS = 128
+_GATHERED_ROWS, _GATHERED_MATRICES = 1024, 8
+
+
+class Rate(NamedTuple):
+    """A measured rate; `cpu_value` counts processor time instead of wall time (0: no time).
+
+    Where other programs compete for the cores, `cpu_value` is smaller than `value`.
+    """
+
+    value: float
+    unit: str
+    cpu_value: float = 0.0
+
+
+class _Clock(NamedTuple):
+    """Wall time, and processor time per thread."""
+
+    wall_s: float
+    cpu_s: float
+
+    @staticmethod
+    def now() -> _Clock:
+        return _Clock(perf_counter(), process_time() / torch.get_num_threads())
+
+    def since(self, start: _Clock) -> _Clock:
+        return _Clock(self.wall_s - start.wall_s, self.cpu_s - start.cpu_s)
+
+
+def main(arguments: list[str]) -> int:
+    """Task file in, answer file out (rank 0)."""
+    baseline_bytes = resident_bytes()
+    task = json.loads(Path(arguments[0]).read_text())
+    torch.manual_seed(0)
+    with start_process("cpu", Mesh(shard=task["num_processes"])) as process:
+        bench = OperatorBench(process, parse_config(task["config"]), Workload(**task["work"]))
+        rates = bench.measure()
+        del bench
+        runtime_bytes = process.mean(max(0, _settled_bytes() - baseline_bytes))
+        rates["runtime"] = Rate(runtime_bytes, "byte")
+        rates["baseline"] = Rate(process.mean(baseline_bytes), "byte")
+        if process.leads:
+            table = {key: rate._asdict() for key, rate in rates.items()}
+            Path(arguments[1]).write_text(json.dumps(table))
+    return 0
+
+
+def _settled_bytes() -> int:
+    """Resident memory once all tensors are gone: what libraries keep for themselves."""
+    gc.collect()
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "malloc_trim"):
+        libc.malloc_trim(0)
+    return resident_bytes()
+
+
+class OperatorBench:
+    """Measures one rate after another, all ranks together.
+
+    Args:
+        process: this rank among those that will train.
+        config: shapes and dtype.
+        work: rows, targets and documents of a typical micro-batch; adapters.
+    """
+
+    def __init__(self, process: Process, config: DecoderConfig, work: Workload) -> None:
+        self.process, self.config, self.work = process, config, work
+        self.dtype = getattr(torch, config.dtype)
+        self.lora = work.lora
+
+    def measure(self) -> dict[RateKey, Rate]:
+        """All rates that a prediction of this work asks for."""
+        rates: dict[RateKey, Rate] = {}
+        listed = operators(self.config, document_tokens=self.work.document_tokens, lora=self.lora)
+        for op in listed:
+            key = rate_key(op, self.config)
+            if f"{key}.F" not in rates:
+                count = sum(rate_key(other, self.config) == key for other in listed)
+                copies = min(count, _COPIES)
+                tokens = self.work.row_counted if op.op == "head" else self.work.row_tokens
+                for phase, spent in zip("FB", self._operator(op, copies)):
+                    rates[f"{key}.{phase}"] = self._rate(spent, copies * tokens, "s/token")
+        rates["optimizer"] = self._optimizer()
+        rates |= self._collectives()
+        return rates
+
+    def _rate(self, spent: list[_Clock], count: int, unit: str) -> Rate:
+        wall_s, cpu_s = (self.process.mean(median(part)) / count for part in zip(*spent))
+        return Rate(wall_s, unit, cpu_s)
+
+    def _operator(self, op: Operator, copies: int) -> tuple[list[_Clock], list[_Clock]]:
+        """Time of all copies forward and backward, with all results alive at once."""
+        cases = [_CASES[op.op](self, op) for _ in range(copies)]
+        forward, backward = [], []
+        for _ in range(1 + _PASSES):
+            self.process.barrier()
+            start = _Clock.now()
+            outputs = [call() for call in cases]
+            middle = _Clock.now()
+            for output in outputs:
+                if output.requires_grad:
+                    output.backward(output.detach())
+            forward.append(middle.since(start))
+            backward.append(_Clock.now().since(middle))
+            del outputs
+        return forward[1:], backward[1:]
+
+    def _optimizer(self) -> Rate:
+        """Clipping and AdamW on as many tensors and elements as this rank will hold."""
+        share = max(1, self.work.num_trained // self.process.world_size)
+        pieces = torch.randn(share).chunk(_OPTIMIZER_TENSORS)
+        parameters = [nn.Parameter(piece.clone()) for piece in pieces]
+        optimizer = ShardedAdamW(parameters, clip_norm=1.0)
+        spent = []
+        for _ in range(1 + _PASSES):
+            for parameter in parameters:
+                parameter.grad = torch.randn_like(parameter)
+            start = _Clock.now()
+            optimizer.step(1e-4)
+            spent.append(_Clock.now().since(start))
+        return self._rate(spent[1:], share, "s/element")
+
+    def _collectives(self) -> dict[RateKey, Rate]:
+        """Bytes per second of gathering a unit and of reducing its gradients, copies included."""
+        world_size = self.process.world_size
+        unit = nn.Sequential(
+            *(
+                Projection(self.config.hidden_size, _GATHERED_ROWS, dtype=self.dtype)
+                for _ in range(_GATHERED_MATRICES)
+            )
+        )
+        gathered_bytes = sum(p.nbytes for p in unit.parameters())
+        fully_shard(unit, mesh=self.process.mesh)
+        grads = torch.randn(world_size, max(1, self.work.num_trained // 16))
+        shard = torch.empty(grads.shape[1])
+        gather_s, reduce_s = [], []
+        for _ in range(2 + _PASSES):
+            self.process.barrier()
+            start_s = perf_counter()
+            unit.unshard()
+            gather_s.append(perf_counter() - start_s)
+            unit.reshard()
+            self.process.barrier()
+            start_s = perf_counter()
+            dist.reduce_scatter_tensor(
+                shard, grads.flatten(), group=self.process.mesh.get_group("shard")
+            )
+            reduce_s.append(perf_counter() - start_s)
+        gather = self.process.mean(gathered_bytes / median(gather_s[2:]))
+        reduce = self.process.mean(grads.nbytes / median(reduce_s[2:]))
+        return {"all_gather": Rate(gather, "byte/s"), "reduce_scatter": Rate(reduce, "byte/s")}
+
+
+def _rows(bench: OperatorBench, *channels: int) -> Tensor:
+    shape = (bench.work.row_tokens, *channels)
+    return torch.randn(shape, dtype=bench.dtype).requires_grad_()
+
+
+def _linear(bench: OperatorBench, op: Operator) -> Callable[[], Tensor]:
+    num_out, num_in = canonical_tensors(bench.config)[op.tensors[0]].shape
+    module = Projection(num_in, num_out, dtype=bench.dtype)
+    if bench.lora is not None:
+        module.requires_grad_(False)
+        if op.num_trained:
+            module = LoraLinear(module, op.name, bench.lora, torch.float32)
+            nn.init.normal_(module.lora_A.weight)
+            nn.init.normal_(module.lora_B.weight)
+    x_SD = _rows(bench, num_in)
+    return lambda: module(x_SD)
+
+
+def _norm(bench: OperatorBench, op: Operator) -> Callable[[], Tensor]:
+    num_channels = op.num_params
+    heads = round(op.out_bytes_per_token) // (num_channels * bench.dtype.itemsize)
+    module = RmsNorm(num_channels, bench.config.norm_eps, dtype=bench.dtype)
+    module.requires_grad_(bench.lora is None)
+    if not op.name.endswith(("q_norm", "k_norm")):
+        x_SD = _rows(bench, num_channels)
+        return lambda: module(x_SD)
+    x_SHC = _rows(bench, heads, num_channels)
+    rope = rope_table(_positions(bench), num_channels, 10_000.0, 1.0)
+    return lambda: module(x_SHC, rope)
+
+
+def _positions(bench: OperatorBench) -> Tensor:
+    return _documents(bench).positions()
+
+
+def _documents(bench: OperatorBench) -> Documents:
+    tokens, length = bench.work.row_tokens, bench.work.document_tokens
+    count = max(1, round(tokens / length))
+    starts = [round(tokens * at / count) for at in range(count)]
+    return Documents.from_starts(starts, tokens)
+
+
+def _attention(bench: OperatorBench, op: Operator) -> Callable[[], Tensor]:
+    kind = bench.config.attention(op.layer)
+    q_SHC = _rows(bench, kind.num_heads, kind.head_dim)
+    k_SKC, v_SKC = (_rows(bench, kind.num_kv_heads, kind.head_dim) for _ in range(2))
+    documents = _documents(bench)
+    options = {"scale": bench.config.query_scale, "window": kind.window}
+    return lambda: packed_attention(q_SHC, k_SKC, v_SKC, documents, **options)
+
+
+def _gate(bench: OperatorBench, op: Operator) -> Callable[[], Tensor]:
+    a_SF, b_SF = (_rows(bench, bench.config.intermediate_size) for _ in range(2))
+    return lambda: F.gelu(a_SF, approximate="tanh") * b_SF
+
+
+def _add(bench: OperatorBench, op: Operator) -> Callable[[], Tensor]:
+    a_SD, b_SD = (_rows(bench, bench.config.hidden_size) for _ in range(2))
+    return lambda: a_SD + b_SD
+
+
+def _embedding(bench: OperatorBench, op: Operator) -> Callable[[], Tensor]:
+    shape = (bench.config.vocab_size, bench.config.hidden_size)
+    table_VD = torch.zeros(shape, dtype=bench.dtype).requires_grad_(bench.lora is None)
+    tokens_S = torch.randint(bench.config.vocab_size, (bench.work.row_tokens,))
+    return lambda: nn.functional.embedding(tokens_S, table_VD) * 2.0
+
+
+def _rope(bench: OperatorBench, op: Operator) -> Callable[[], Tensor]:
+    positions_S = _positions(bench)
+    head_dim = bench.config.kinds[0].head_dim
+    return lambda: rope_table(positions_S, head_dim, 10_000.0, 1.0)[0]
+
+
+def _head(bench: OperatorBench, op: Operator) -> Callable[[], Tensor]:
+    config, count = bench.config, bench.work.row_counted
+    # logits of order one, as a model's: exponentials of wider ones are denormal and slow
+    scale = config.hidden_size**-0.5
+    head_VD = (torch.randn(config.vocab_size, config.hidden_size) * scale).to(bench.dtype)
+    head_VD.requires_grad_(bench.lora is None)
+    hidden_SD = _rows(bench, config.hidden_size)
+    counted_N = torch.randperm(bench.work.row_tokens)[:count]
+    targets_N = torch.randint(config.vocab_size, (count,))
+    options = {"num_counted_global": count, "soft_cap": config.logit_soft_cap}
+    return lambda: counted_cross_entropy(hidden_SD, head_VD, counted_N, targets_N, **options)
+
+
+_CASES: dict[str, Callable[[OperatorBench, Operator], Callable[[], Tensor]]] = {
+    "linear": _linear,
+    "norm": _norm,
+    "attention": _attention,
+    "gate": _gate,
+    "add": _add,
+    "embedding": _embedding,
+    "rope": _rope,
+    "head": _head,
+}
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
