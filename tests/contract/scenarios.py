@@ -92,8 +92,12 @@ def mesh_of(policy: Any, size: int = 2) -> Mesh:
     return Mesh({getattr(policy, "axis", "engine"): size})
 
 
-SYNC_FACTS = {"fragment_bytes": (28.0,), "model_bytes": 28.0}
 SYNC_STEPS = 11
+
+
+def sync_facts() -> dict[str, Any]:
+    """What islands say of their model; a fresh table, so that who changes it is found."""
+    return {"fragment_bytes": (28.0,), "model_bytes": 28.0}
 
 
 def inner_steps(policy: React, size: int = 2) -> Program:
@@ -102,7 +106,7 @@ def inner_steps(policy: React, size: int = 2) -> Program:
 
 
 def _steady_islands(policy: React) -> World:
-    return SimWorld(mesh_of(policy), COST, facts=SYNC_FACTS)
+    return SimWorld(mesh_of(policy), COST, facts=sync_facts())
 
 
 def _islands_that_come_and_go(policy: React) -> World:
@@ -113,7 +117,7 @@ def _islands_that_come_and_go(policy: React) -> World:
         ),
         detect_s=1.0,
     )
-    return SimWorld(mesh_of(policy, 3), COST, facts=SYNC_FACTS, faults=faults)
+    return SimWorld(mesh_of(policy, 3), COST, facts=sync_facts(), faults=faults)
 
 
 # A member of two is killed before step 3 and is back while the other does step 5.
@@ -127,7 +131,7 @@ RECOVER_FACTS = {"grad_bytes": 12, "state_bytes": 36, "num_steps": RECOVER_STEPS
 
 def lossy_replicas(policy: React, facts: dict[str, Any] | None = None) -> World:
     """Two replicas of which one leaves and returns; `facts` as a real replica states them."""
-    facts = facts or RECOVER_FACTS
+    facts = dict(facts or RECOVER_FACTS)
     return SimWorld(mesh_of(policy), COST, facts=facts, faults=LOSS_AND_RETURN)
 
 

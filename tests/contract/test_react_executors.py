@@ -6,14 +6,17 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed import TCPStore
 
 from phalanx.action import Action, Compute
 from phalanx.drive import drive
+from phalanx.engines.council import Council
 from phalanx.engines.islands import IslandWorld
 from phalanx.engines.replica import Replica
 from phalanx.membership import Timeouts
@@ -30,7 +33,6 @@ from tests.contract import scenarios
 from tests.contract.planned_inputs import AnyOp, PlannedInputs
 from tests.contract.scenarios import (
     NUM_BLOCKS,
-    SYNC_FACTS,
     SYNC_STEPS,
     Arrivals,
     decided,
@@ -40,6 +42,7 @@ from tests.contract.scenarios import (
     name_of,
     of_shape,
     simulate,
+    sync_facts,
 )
 from tests.ranks import current_store, run_ranks
 
@@ -60,14 +63,14 @@ def sync(world: Any, policy: React) -> Trace:
 
 def sync_on_rank(rank: int, world_size: int, policy: React) -> Trace:
     mesh, store = mesh_of(policy), current_store()
-    world = DistWorld(mesh, AnyOp(), rank, store, timeout_s=20.0, facts=SYNC_FACTS)
+    world = DistWorld(mesh, AnyOp(), rank, store, timeout_s=20.0, facts=sync_facts())
     return sync(world, policy)
 
 
 @of_family("sync")
 def test_islands_in_one_process_are_told_what_is_simulated(entry: Entry):
     policy, simulated = make(entry), simulate(entry, "steady")
-    local = sync(LocalWorld(mesh_of(policy), AnyOp(), facts=SYNC_FACTS), policy)
+    local = sync(LocalWorld(mesh_of(policy), AnyOp(), facts=sync_facts()), policy)
     assert decided(local) == decided(simulated)
     assert [local.log(rank) for rank in (0, 1)] == [simulated.log(rank) for rank in (0, 1)]
 
@@ -152,8 +155,8 @@ def test_an_engine_that_computes_is_told_what_is_simulated(entry: Entry):
 
 # ---- recover: real processes of which one is killed and started again ----------------------------
 
-TIMEOUTS = Timeouts(
-    heartbeat_s=0.1, detect_s=1.0, exchange_s=15.0, island_s=16.0, init_s=20.0, quorum_s=40.0
+TIMEOUTS = Timeouts(  # a process on a busy machine may well be silent for a second
+    heartbeat_s=0.1, detect_s=2.0, exchange_s=15.0, island_s=16.0, init_s=20.0, quorum_s=40.0
 )
 
 
@@ -163,26 +166,29 @@ def make_replica(compute_grad: Callable[[int], None], model: torch.nn.Module) ->
 
 
 class Listening(React):
-    """A policy, and an event for whoever waits until it has heard of a join."""
+    """A policy, and what is done as soon as it has heard of a leave and of a join."""
 
-    def __init__(self, inner: React) -> None:
-        self.inner, self.scope = inner, inner.scope
-        self.has_joined = threading.Event()
+    def __init__(self, inner: React, then: Mapping[str, Callable[[], None]]) -> None:
+        self.inner, self.scope, self._then = inner, inner.scope, then
 
     def start(self, view: View) -> Any:
         return self.inner.start(view)
 
     def on(self, state: Any, events: Sequence[Event], view: View) -> list[Action]:
         actions = self.inner.on(state, events, view)
-        if any(event.kind == "join" for event in events):
-            self.has_joined.set()
+        for event in events:
+            self._then.get(event.kind, lambda: None)()
         return actions
 
 
 def recover_on_rank(rank: int, world_size: int, inner: React) -> Trace:
-    """A replica. The script kills the second one; the first stays in its step until it has heard of
-    the return, so that this comes in the step in which it comes in virtual time."""
-    model, store, policy = torch.nn.Linear(3, 2), current_store(), Listening(inner)
+    """A replica. The script kills the second one, which comes back when its leave was heard of; the
+    first then stays in its step until it has heard of the return, as in virtual time."""
+    store, has_joined = current_store(), threading.Event()
+    if store.add(f"starts/{rank}", 1) > 1:
+        store.wait(["left"])
+    then = {"leave": lambda: store.set("left", "yes"), "join": has_joined.set}
+    model, policy = torch.nn.Linear(3, 2), Listening(inner, then)
 
     def compute_grad(step: int) -> None:
         due_here, due_there = (
@@ -192,7 +198,7 @@ def recover_on_rank(rank: int, world_size: int, inner: React) -> Trace:
         if "kill" in due_here and membership.me.incarnation == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         if rank == 0 and "restart" in due_there:
-            policy.has_joined.wait()
+            has_joined.wait()
         model(torch.ones(4, 3)).sum().backward()
 
     replica = make_replica(compute_grad, model)
@@ -220,3 +226,22 @@ def test_real_replicas_hear_and_decide_what_is_simulated_under_one_fault_script(
     assert decided(leader) == decided(simulated)
     assert decided(back) == decided(leader)[-len(decided(back)) :], "it follows from its return on"
     assert len(decided(back)) > 0
+
+
+def test_a_leader_that_decides_before_its_first_heartbeat_was_read_is_alive():
+    timeouts = Timeouts(heartbeat_s=1.0)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    follower, leader = (MembershipStore(store, place, (0, 1), timeouts) for place in (1, 0))
+    try:
+        follower.start()
+        council = Council(follower, View(mesh=Mesh(replica=2)), lambda: True)
+        time.sleep(0.3)  # heartbeats are not read more often than that
+        assert council.events() is None
+        leader.start()
+        members = [leader.me, follower.me]
+        leader.append(0, {"leader": leader.me, "actions": [], "membership": [1, members]})
+        assert [event.kind for event in council.events()] == ["done"]
+        assert council.events() is None, "there is nothing more to follow, and nobody has died"
+    finally:
+        follower.close()
+        leader.close()
