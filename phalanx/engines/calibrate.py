@@ -103,8 +103,8 @@ def workload(
 def main(arguments: list[str]) -> int:
     """Measure for the job of a run folder and print the table as one line of JSON."""
     from phalanx.data.prepare import prepare
-    from phalanx.engines.model_source import data_settings, model_source
     from phalanx.engines.run_folder import read_job
+    from phalanx.models.source import data_settings, model_source
 
     job, num_processes = read_job(arguments[0]), int(arguments[1])
     source = model_source(job, log=lambda text: print(text, file=sys.stderr))

@@ -28,7 +28,6 @@ from phalanx.data.samples import Sample
 from phalanx.data.tokenise import TextTokenizer
 from phalanx.engines.evaluate import greedy, held_out_loss
 from phalanx.engines.metrics import MetricsFile, StepTrace, write_traces
-from phalanx.engines.model_source import ModelSource, data_settings, model_source
 from phalanx.engines.operator_profile import OperatorProfile
 from phalanx.engines.optim import ShardedAdamW, learning_rate
 from phalanx.engines.process import PeakMemory, Process, resident_bytes, start_process
@@ -39,6 +38,7 @@ from phalanx.engines.trainer_model import build_model
 from phalanx.engines.trainer_step import StepOutcome, TrainStep
 from phalanx.errors import JobError, PhalanxError, WorldError
 from phalanx.job import Job
+from phalanx.models.source import ModelSource, data_settings, model_source
 from phalanx.plan import Plan, RoleProgram
 
 NUM_SAMPLES, SAMPLE_TOKENS = 2, 40

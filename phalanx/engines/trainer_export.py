@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from phalanx.engines.model_source import ModelSource
 from phalanx.engines.process import Process
 from phalanx.engines.trainer_model import TrainModel
 from phalanx.job import Job
 from phalanx.models.hf import read_tensors, save_folder
 from phalanx.models.lora import merged_tensors, save_adapter
+from phalanx.models.source import ModelSource
 
 
 def export(

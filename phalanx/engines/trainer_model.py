@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from phalanx.engines.bind import BoundData, bind_data
-from phalanx.engines.model_source import ModelSource
 from phalanx.engines.process import Process
 from phalanx.job import Job
 from phalanx.models.decoder import Decoder
 from phalanx.models.hf import read_tensors
 from phalanx.models.lora import inject, lora_values
 from phalanx.models.parameters import initial_values, load_parameters
+from phalanx.models.source import ModelSource
 from phalanx.models.spec import LoraSpec, canonical_tensors
 from phalanx.plan import RoleProgram
 

@@ -6,14 +6,13 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from phalanx.cost.training import Workload, predict, workload_of
-from phalanx.data.samples import Samples
+from phalanx.cost.training import Workload, predict
 from phalanx.doctor.machine import num_cores, processor_name
 from phalanx.errors import PlanError
 from phalanx.job import Job
 from phalanx.mesh import Mesh
 from phalanx.models.config import DecoderConfig
-from phalanx.models.spec import LoraSpec, weight_bytes
+from phalanx.models.spec import weight_bytes
 from phalanx.plan import Plan, Pool, RoleProgram, Transition
 from phalanx.planner.make import mesh_of, policy_tables
 from phalanx.registry import build
@@ -33,22 +32,6 @@ def hardware_here(num_ranks: int) -> dict[str, Any]:
     return {"machine": processor_name(), "num_devices": num_ranks, "cores": num_cores()}
 
 
-def workload_here(job: Job, config: DecoderConfig, samples: Samples, num_ranks: int) -> Workload:
-    """What a rank computes in a typical step of this job."""
-    train = job.train
-    lora = LoraSpec(rank=train.lora_rank, alpha=train.lora_alpha)
-    return workload_of(
-        samples,
-        config,
-        num_steps=train.steps,
-        global_batch_tokens=train.global_batch_tokens,
-        row_tokens=job.data.max_tokens,
-        num_ranks=num_ranks,
-        seed=train.seed,
-        lora=lora if train.method == "lora" else None,
-    )
-
-
 def plan_here(
     job: Job,
     config: DecoderConfig,
@@ -61,7 +44,7 @@ def plan_here(
     Args:
         job: what is asked.
         config: sizes of the model, in the job's dtype.
-        work: from `workload_here`.
+        work: from `engines.calibrate.workload`.
         calibration: from `engines.calibrate.calibrate`.
         num_ranks: from `num_ranks_here`.
 

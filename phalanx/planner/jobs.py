@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from phalanx.errors import JobError
 from phalanx.hardware import machine_names
 from phalanx.job import Job, load_job, parse_flags
-from phalanx.models.config import DecoderConfig, read_config
+from phalanx.models.config import DecoderConfig
 from phalanx.planner.make import Planned, make_plan
 from phalanx.planner.simulate import Simulated, simulate
 
@@ -35,11 +35,9 @@ def plan_job(path: str, arguments: Sequence[str], on: str = "") -> tuple[Job, Pl
 
 
 def config_of(job: Job) -> DecoderConfig | None:
-    """Sizes of the job's model: from its folder's config.json; None for 'toy'.
-
-    Raises:
-        JobError: `job/not-found` when the folder has no config.json.
-    """
+    """Sizes of the job's model; None for 'toy'. A model that is not here yet is fetched."""
     if job.model.name == "toy":
         return None
-    return read_config(Path(job.model.name)).with_dtype(job.model.dtype)
+    from phalanx.models.source import model_source
+
+    return model_source(job, log=lambda text: print(text, file=sys.stderr)).config

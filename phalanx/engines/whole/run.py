@@ -10,9 +10,8 @@ from time import perf_counter
 from typing import Any
 
 from phalanx.bench_load import load_test
-from phalanx.data.prepare import DataSettings, Prepared, prepare
-from phalanx.engines.calibrate import calibrate
-from phalanx.engines.model_source import ModelSource, model_source
+from phalanx.data.prepare import Prepared, prepare
+from phalanx.engines.calibrate import calibrate, workload
 from phalanx.engines.result import TrainResult
 from phalanx.engines.run_folder import write_job
 from phalanx.engines.serve.handle import start_server
@@ -21,10 +20,12 @@ from phalanx.engines.whole.processes import launch_training, run_module
 from phalanx.engines.whole.summary import Summary, write_report
 from phalanx.errors import PlanError
 from phalanx.job import Job
+from phalanx.models.source import ModelSource, data_settings, model_source
 from phalanx.plan import Plan
-from phalanx.planner.here import num_ranks_here, plan_here, workload_here
+from phalanx.planner.here import num_ranks_here, plan_here
 from phalanx.report import Report
 
+_BUSY_FRAC = 0.8
 _PARITY_ROWS, _PARITY_TOKENS = 4, 128
 
 
@@ -85,24 +86,19 @@ class _WholeWay:
         return RunResult(self.folder, write_report(summary, self.folder))
 
     def _data(self, source: ModelSource) -> Prepared:
-        data = self.job.data
-        settings = DataSettings(
-            source=data.source,
-            max_tokens=data.max_tokens,
-            too_long=data.too_long,
-            held_out_frac=data.held_out_frac,
-            max_rows=data.max_rows,
-        )
-        prepared = prepare(settings, source.tokenizer_folder)
+        prepared = prepare(data_settings(self.job), source.tokenizer_folder)
         audit = asdict(prepared.audit)
         self.say("data: " + ", ".join(f"{k.replace('_', ' ')} {v}" for k, v in audit.items()))
         return prepared
 
     def _plan(self, source: ModelSource, data: Prepared) -> Plan:
         write_job(self.job, self.folder)
-        work = workload_here(self.job, source.config, data.train, self.num_ranks)
-        self.say(f"calibrating this machine with {self.num_ranks} processes (cached)")
+        work = workload(self.job, source.config, data, self.num_ranks)
+        self.say(f"calibrating: {self.num_ranks} processes measure this machine (once per job)")
         rates = calibrate(source.config, work, num_processes=self.num_ranks)
+        if rates["cores_frac"] < _BUSY_FRAC:
+            share = f"{rates['cores_frac']:.0%}"
+            self.say(f"note: other programs compete; this job got {share} of its cores")
         plan = plan_here(self.job, source.config, work, rates, self.num_ranks)
         plan.save(self.folder / "plan.json")
         for row in plan.predictions:
