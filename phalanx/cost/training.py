@@ -21,6 +21,7 @@ Bytes of one rank, above what its libraries take (`prediction.terms`)
     activations    S * sum of saved bytes
     logits         the loss's chunk, its gradient's tile and rows
     runtime        what the libraries hold beside tensors, measured
+    kernels        code that CPU libraries compile and keep for every new shape, measured over rows
 
 Differences and limits: ranks wait for the slowest, whose tokens count; overlap of communication and
 compute is not credited (gloo on one machine competes for the same cores); the allocator's own
@@ -42,6 +43,7 @@ from phalanx.models.spec import LoraSpec, TensorSpec, canonical_tensors, layer_t
 from phalanx.policy import Rule, Spec
 
 RateKey = str
+_NUM_ROWS = 24  # of `Workload.rows`: as many shapes as fit the kernel caches of CPU libraries
 _LOGIT_CHUNK_BYTES = 1 << 26  # ops.loss holds at most so many bytes of logits
 
 
@@ -69,6 +71,7 @@ class Workload:
         num_items: micro-batches of a step, mean.
         row_tokens, row_counted: of a typical micro-batch; longest_row: of the longest one.
         document_tokens: mean length of documents, weighted by their tokens.
+        rows: document lengths of some rows, in the order in which they will be trained.
         num_trained: elements that get a gradient.
         lora_rank, lora_alpha, lora_targets: of the adapters; rank 0: all weights are trained.
     """
@@ -81,6 +84,7 @@ class Workload:
     longest_row: int
     document_tokens: int
     num_trained: int
+    rows: Sequence[Sequence[int]] = ()
     lora_rank: int = 0
     lora_alpha: float = 0.0
     lora_targets: Sequence[str] = ()
@@ -109,6 +113,7 @@ def workload_of(
     stream, start, weight = SampleStream(samples, seed), 0, counted_weight(config)
     heaviest: list[tuple[int, int]] = []
     rows_per_rank: list[int] = []
+    some_rows: list[list[int]] = []
     longest = 0
     for _ in range(num_steps):
         counters = step_samples(stream, start, global_batch_tokens)
@@ -117,6 +122,7 @@ def workload_of(
         counted = [stream.num_counted(counter) for counter in counters]
         work = [n + weight * c for n, c in zip(lengths, counted)]
         rows = deal(lengths, work, row_tokens=row_tokens, num_ranks=num_ranks)
+        some_rows += [[lengths[at] for at in row] for row in rows if row]
         ranks = [[at for row in rows[r::num_ranks] for at in row] for r in range(num_ranks)]
         mine = max(ranks, key=lambda documents: sum(work[at] for at in documents))
         heaviest.append((sum(lengths[at] for at in mine), sum(counted[at] for at in mine)))
@@ -134,6 +140,7 @@ def workload_of(
         longest_row=longest,
         document_tokens=round(float((lengths_all**2).sum() / lengths_all.sum())),
         num_trained=sum(spec.num_elements for spec in _trained(config, lora)),
+        rows=some_rows[:_NUM_ROWS],
         lora_rank=lora.rank if lora else 0,
         lora_alpha=lora.alpha if lora else 0.0,
         lora_targets=lora.targets if lora else (),
@@ -226,7 +233,8 @@ def predict(
     trained_bytes = work.num_trained * reduce_bytes
     seconds["reduce"] = trained_bytes / value["reduce_scatter"] if num_ranks > 1 else 0.0
     seconds["optimizer"] = sum(u.trained for u in units) * value["optimizer"]
-    terms = _terms(config, work, units, reduce_bytes) | {"runtime": value["runtime"]}
+    libraries = {name: value[name] for name in ("runtime", "kernels")}
+    terms = _terms(config, work, units, reduce_bytes) | libraries
     return Prediction(
         step_s=sum(seconds.values()),
         peak_bytes=num_ranks * sum(terms.values()),

@@ -189,6 +189,8 @@ def deal(
 ) -> list[list[int]]:
     """Documents into the fewest rows per rank: heaviest first, into the lightest row with room.
 
+    Where rows are too full for equal work, they are made equal in tokens before one is added.
+
     Returns:
         Rows of indices, a whole number of rows per rank; row r belongs to rank r % num_ranks.
 
@@ -201,9 +203,10 @@ def deal(
         raise JobError("job/bad-value", "row_tokens", row_tokens, rule, legal=[longest])
     rows_per_rank = -(-sum(lengths) // (row_tokens * num_ranks))
     while True:
-        rows = _dealt(lengths, work, row_tokens, rows_per_rank * num_ranks)
-        if rows is not None:
-            return _rows_by_work(rows, work, num_ranks)
+        for weights in (work, lengths):
+            rows = _dealt(lengths, weights, row_tokens, rows_per_rank * num_ranks)
+            if rows is not None:
+                return _rows_by_work(rows, work, num_ranks)
         rows_per_rank += 1
 
 

@@ -14,6 +14,8 @@ import gc
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 from statistics import median
 from time import perf_counter, process_time
@@ -39,7 +41,8 @@ from phalanx.ops.attention import Documents, packed_attention
 from phalanx.ops.loss import counted_cross_entropy
 from phalanx.ops.rope import rope_table
 
-_COPIES, _PASSES = 12, 3
+_COPIES, _PASSES = 6, 2
+_SHORT_VOCABULARY = 1 << 14  # enough tiles of the head to meet all its shapes
 _OPTIMIZER_TENSORS = 128
 _GATHERED_ROWS, _GATHERED_MATRICES = 1024, 8
 
@@ -77,9 +80,10 @@ def main(arguments: list[str]) -> int:
     with start_process("cpu", Mesh(shard=task["num_processes"])) as process:
         bench = OperatorBench(process, parse_config(task["config"]), Workload(**task["work"]))
         rates = bench.measure()
-        del bench
-        runtime_bytes = process.mean(max(0, _settled_bytes() - baseline_bytes))
-        rates["runtime"] = Rate(runtime_bytes, "byte")
+        runtime_bytes = _settled_bytes()
+        bench.meet_shapes()
+        rates["kernels"] = Rate(process.mean(_settled_bytes() - runtime_bytes), "byte")
+        rates["runtime"] = Rate(process.mean(runtime_bytes - baseline_bytes), "byte")
         rates["baseline"] = Rate(process.mean(baseline_bytes), "byte")
         if process.leads:
             table = {key: rate._asdict() for key, rate in rates.items()}
@@ -109,28 +113,46 @@ class OperatorBench:
         self.process, self.config, self.work = process, config, work
         self.dtype = getattr(torch, config.dtype)
         self.lora = work.lora
+        self.documents = _evenly(work.row_tokens, work.document_tokens)
+        self.num_counted = work.row_counted
 
     def measure(self) -> dict[RateKey, Rate]:
         """All rates that a prediction of this work asks for."""
-        rates: dict[RateKey, Rate] = {}
-        listed = operators(self.config, document_tokens=self.work.document_tokens, lora=self.lora)
-        for op in listed:
-            key = rate_key(op, self.config)
-            if f"{key}.F" not in rates:
-                count = sum(rate_key(other, self.config) == key for other in listed)
-                copies = min(count, _COPIES)
-                tokens = self.work.row_counted if op.op == "head" else self.work.row_tokens
-                for phase, spent in zip("FB", self._operator(op, copies)):
-                    rates[f"{key}.{phase}"] = self._rate(spent, copies * tokens, "s/token")
-        rates["optimizer"] = self._optimizer()
-        rates |= self._collectives()
-        return rates
+        spent: dict[RateKey, tuple[_Clock, int]] = {}
+        for key, ops in self._kinds().items():
+            copies = min(len(ops), _COPIES)
+            tokens = self.num_counted if ops[0].op == "head" else self.documents.bounds[-1]
+            for phase, clock in zip("FB", self._operator(ops[0], copies)):
+                spent[f"{key}.{phase}"] = clock, copies * tokens
+        # the same share of the cores for all: no single operator was measured long enough for one
+        wall_s, cpu_s = (sum(part) for part in zip(*(clock for clock, _ in spent.values())))
+        rates = {
+            key: Rate(clock.cpu_s / count * wall_s / cpu_s, "s/token", clock.cpu_s / count)
+            for key, (clock, count) in spent.items()
+        }
+        return rates | {"optimizer": self._optimizer()} | self._collectives()
 
-    def _rate(self, spent: list[_Clock], count: int, unit: str) -> Rate:
-        wall_s, cpu_s = (self.process.mean(median(part)) / count for part in zip(*spent))
-        return Rate(wall_s, unit, cpu_s)
+    def meet_shapes(self) -> None:
+        """Run every kind of operator once for each row of the work, and for a single token as
+        samples are decoded: libraries compile and keep kernels for each shape."""
+        config, self.config = self.config, replace(self.config, vocab_size=_SHORT_VOCABULARY)
+        for lengths in (*self.work.rows, (1,)):
+            self.documents = Documents.from_starts((0, *accumulate(lengths[:-1])), sum(lengths))
+            counted_frac = self.work.row_counted / self.work.row_tokens
+            self.num_counted = max(1, round(sum(lengths) * counted_frac))
+            for ops in self._kinds().values():
+                output = _CASES[ops[0].op](self, ops[0])()
+                if output.requires_grad:
+                    output.backward(output.detach())
+        self.config = config
 
-    def _operator(self, op: Operator, copies: int) -> tuple[list[_Clock], list[_Clock]]:
+    def _kinds(self) -> dict[RateKey, list[Operator]]:
+        kinds: dict[RateKey, list[Operator]] = {}
+        for op in operators(self.config, document_tokens=self.work.document_tokens, lora=self.lora):
+            kinds.setdefault(rate_key(op, self.config), []).append(op)
+        return kinds
+
+    def _operator(self, op: Operator, copies: int) -> tuple[_Clock, _Clock]:
         """Time of all copies forward and backward, with all results alive at once."""
         cases = [_CASES[op.op](self, op) for _ in range(copies)]
         forward, backward = [], []
@@ -145,7 +167,11 @@ class OperatorBench:
             forward.append(middle.since(start))
             backward.append(_Clock.now().since(middle))
             del outputs
-        return forward[1:], backward[1:]
+        return self._typical(forward), self._typical(backward)
+
+    def _typical(self, passes: list[_Clock]) -> _Clock:
+        """Median of all passes but the first, mean over ranks."""
+        return _Clock(*(self.process.mean(median(part)) for part in zip(*passes[1:])))
 
     def _optimizer(self) -> Rate:
         """Clipping and AdamW on as many tensors and elements as this rank will hold."""
@@ -160,7 +186,8 @@ class OperatorBench:
             start = _Clock.now()
             optimizer.step(1e-4)
             spent.append(_Clock.now().since(start))
-        return self._rate(spent[1:], share, "s/element")
+        wall_s, cpu_s = self._typical(spent)
+        return Rate(wall_s / share, "s/element", cpu_s / share)
 
     def _collectives(self) -> dict[RateKey, Rate]:
         """Bytes per second of gathering a unit and of reducing its gradients, copies included."""
@@ -194,7 +221,7 @@ class OperatorBench:
 
 
 def _rows(bench: OperatorBench, *channels: int) -> Tensor:
-    shape = (bench.work.row_tokens, *channels)
+    shape = (bench.documents.bounds[-1], *channels)
     return torch.randn(shape, dtype=bench.dtype).requires_grad_()
 
 
@@ -220,26 +247,20 @@ def _norm(bench: OperatorBench, op: Operator) -> Callable[[], Tensor]:
         x_SD = _rows(bench, num_channels)
         return lambda: module(x_SD)
     x_SHC = _rows(bench, heads, num_channels)
-    rope = rope_table(_positions(bench), num_channels, 10_000.0, 1.0)
+    rope = rope_table(bench.documents.positions(), num_channels, 10_000.0, 1.0)
     return lambda: module(x_SHC, rope)
 
 
-def _positions(bench: OperatorBench) -> Tensor:
-    return _documents(bench).positions()
-
-
-def _documents(bench: OperatorBench) -> Documents:
-    tokens, length = bench.work.row_tokens, bench.work.document_tokens
-    count = max(1, round(tokens / length))
-    starts = [round(tokens * at / count) for at in range(count)]
-    return Documents.from_starts(starts, tokens)
+def _evenly(num_tokens: int, document_tokens: int) -> Documents:
+    count = max(1, round(num_tokens / document_tokens))
+    return Documents.from_starts([num_tokens * at // count for at in range(count)], num_tokens)
 
 
 def _attention(bench: OperatorBench, op: Operator) -> Callable[[], Tensor]:
     kind = bench.config.attention(op.layer)
     q_SHC = _rows(bench, kind.num_heads, kind.head_dim)
     k_SKC, v_SKC = (_rows(bench, kind.num_kv_heads, kind.head_dim) for _ in range(2))
-    documents = _documents(bench)
+    documents = bench.documents
     options = {"scale": bench.config.query_scale, "window": kind.window}
     return lambda: packed_attention(q_SHC, k_SKC, v_SKC, documents, **options)
 
@@ -257,24 +278,24 @@ def _add(bench: OperatorBench, op: Operator) -> Callable[[], Tensor]:
 def _embedding(bench: OperatorBench, op: Operator) -> Callable[[], Tensor]:
     shape = (bench.config.vocab_size, bench.config.hidden_size)
     table_VD = torch.zeros(shape, dtype=bench.dtype).requires_grad_(bench.lora is None)
-    tokens_S = torch.randint(bench.config.vocab_size, (bench.work.row_tokens,))
+    tokens_S = torch.randint(bench.config.vocab_size, (bench.documents.bounds[-1],))
     return lambda: nn.functional.embedding(tokens_S, table_VD) * 2.0
 
 
 def _rope(bench: OperatorBench, op: Operator) -> Callable[[], Tensor]:
-    positions_S = _positions(bench)
+    positions_S = bench.documents.positions()
     head_dim = bench.config.kinds[0].head_dim
     return lambda: rope_table(positions_S, head_dim, 10_000.0, 1.0)[0]
 
 
 def _head(bench: OperatorBench, op: Operator) -> Callable[[], Tensor]:
-    config, count = bench.config, bench.work.row_counted
+    config, count = bench.config, bench.num_counted
     # logits of order one, as a model's: exponentials of wider ones are denormal and slow
     scale = config.hidden_size**-0.5
     head_VD = (torch.randn(config.vocab_size, config.hidden_size) * scale).to(bench.dtype)
     head_VD.requires_grad_(bench.lora is None)
     hidden_SD = _rows(bench, config.hidden_size)
-    counted_N = torch.randperm(bench.work.row_tokens)[:count]
+    counted_N = torch.randperm(bench.documents.bounds[-1])[:count]
     targets_N = torch.randint(config.vocab_size, (count,))
     options = {"num_counted_global": count, "soft_cap": config.logit_soft_cap}
     return lambda: counted_cross_entropy(hidden_SD, head_VD, counted_N, targets_N, **options)
