@@ -22,6 +22,9 @@ def run(
     context: typer.Context,
     job: JobFile,
     folder: Annotated[str, typer.Option("--folder", help="Run folder (runs/JOB-TIME).")] = "",
+    plan: Annotated[
+        str, typer.Option("--plan", help="Run this lockfile, made here for this job.")
+    ] = "",
     check: Annotated[bool, typer.Option("--check", help="Exit 1 on a missed gate.")] = False,
     json_file: JsonFile = "",
 ) -> None:
@@ -32,7 +35,8 @@ def run(
     resolved = load_job(job, parse_flags(context.args))
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
     target = Path(folder or f"runs/{resolved.name}-{stamp}")
-    result = run_job(resolved, target, progress, live=sys.stderr.isatty())
+    live = sys.stderr.isatty()
+    result = run_job(resolved, target, progress, live=live, plan_file=plan)
     document = versioned("run", folder=str(target), report=result.report.to_dict())
 
     def show() -> None:

@@ -40,6 +40,7 @@ from phalanx.errors import JobError, PhalanxError, WorldError
 from phalanx.job import Job
 from phalanx.models.source import ModelSource, data_settings, model_source
 from phalanx.plan import Plan, RoleProgram
+from phalanx.planner.here import hardware_here
 
 NUM_SAMPLES, SAMPLE_TOKENS = 2, 40
 
@@ -290,7 +291,10 @@ def _print_event(event: Mapping[str, Any]) -> None:
 def main(arguments: list[str]) -> int:
     """Entry of a training process: the run folder is its only argument."""
     try:
-        train(*read_run(arguments[0]), arguments[0], _print_event)
+        job, plan = read_run(arguments[0])
+        num_ranks = plan.program("train").grid().size
+        plan.require_here(hardware_here(num_ranks), job.result_key)
+        train(job, plan, arguments[0], _print_event)
     except PhalanxError as error:
         print(f"{error.code}: {error}", file=sys.stderr)
         return error.exit_code

@@ -22,7 +22,7 @@ from phalanx.errors import PlanError
 from phalanx.job import Job
 from phalanx.models.source import ModelSource, data_settings, model_source
 from phalanx.plan import Plan
-from phalanx.planner.here import num_ranks_here, plan_here
+from phalanx.planner.here import hardware_here, num_ranks_here, plan_here
 from phalanx.report import Report
 
 _BUSY_FRAC = 0.8
@@ -37,7 +37,9 @@ class RunResult:
     report: Report
 
 
-def run_job(job: Job, folder: str | Path, say: Callable[[str], None], live: bool) -> RunResult:
+def run_job(
+    job: Job, folder: str | Path, say: Callable[[str], None], live: bool, plan_file: str = ""
+) -> RunResult:
     """Do the whole way on this machine.
 
     Args:
@@ -45,6 +47,7 @@ def run_job(job: Job, folder: str | Path, say: Callable[[str], None], live: bool
         folder: run folder, new or empty.
         say: progress, one line at a time.
         live: whether `say` goes to a terminal that redraws its last line.
+        plan_file: a lockfile made here for this job, instead of planning anew.
 
     Returns:
         The report, also written to the folder; missed gates are its, not errors.
@@ -52,11 +55,13 @@ def run_job(job: Job, folder: str | Path, say: Callable[[str], None], live: bool
     Raises:
         PhalanxError: whatever stops the run; what was done before stays in the folder.
     """
-    return _WholeWay(job, Path(folder), say, live).go()
+    return _WholeWay(job, Path(folder), say, live, plan_file).go()
 
 
 class _WholeWay:
-    def __init__(self, job: Job, folder: Path, say: Callable[[str], None], live: bool) -> None:
+    def __init__(
+        self, job: Job, folder: Path, say: Callable[[str], None], live: bool, plan_file: str
+    ) -> None:
         if job.plan.on != "here":
             rule = "`phalanx run` runs on this machine; `phalanx plan` prices other clusters"
             raise PlanError("plan/illegal", "plan.on", job.plan.on, rule, legal=["here"])
@@ -64,6 +69,9 @@ class _WholeWay:
         self.progress = Progress(say, job.train.steps, live)
         self.start_s = perf_counter()
         self.num_ranks = num_ranks_here(job)
+        self.given = Plan.load(plan_file) if plan_file else None
+        if self.given is not None:
+            self.given.require_here(hardware_here(self.num_ranks), job.result_key)
 
     def go(self) -> RunResult:
         """The stages in order; each writes into the run folder."""
@@ -93,17 +101,20 @@ class _WholeWay:
 
     def _plan(self, source: ModelSource, data: Prepared) -> Plan:
         write_job(self.job, self.folder)
+        plan = self.given or self._planned(source, data)
+        plan.save(self.folder / "plan.json")
+        for row in plan.predictions:
+            self.say(f"predicted: {row['quantity']} = {row['value']:.4g} {row['unit']}")
+        return plan
+
+    def _planned(self, source: ModelSource, data: Prepared) -> Plan:
         work = workload(self.job, source.config, data, self.num_ranks)
         self.say(f"calibrating: {self.num_ranks} processes measure this machine (once per job)")
         rates = calibrate(source.config, work, num_processes=self.num_ranks)
         if rates["cores_frac"] < _BUSY_FRAC:
             share = f"{rates['cores_frac']:.0%}"
             self.say(f"note: other programs compete; this job got {share} of its cores")
-        plan = plan_here(self.job, source.config, work, rates, self.num_ranks)
-        plan.save(self.folder / "plan.json")
-        for row in plan.predictions:
-            self.say(f"predicted: {row['quantity']} = {row['value']:.4g} {row['unit']}")
-        return plan
+        return plan_here(self.job, source.config, work, rates, self.num_ranks)
 
     def _train(self) -> TrainResult:
         self.say(f"training on {self.num_ranks} processes")
