@@ -31,6 +31,7 @@ from dataclasses import replace
 from itertools import chain
 
 from phalanx.action import Action, Compute, Program
+from phalanx.check_order import check_order
 from phalanx.errors import PlanError
 from phalanx.lower.activations import exchange_activations
 from phalanx.lower.chunk import Chunk, Placed
@@ -78,6 +79,7 @@ def lower(
     Raises:
         PlanError: `order/illegal` from the order or for too few units, `plan/illegal` for a spec
             on an axis that the mesh lacks or at grain "stage".
+        CheckError: `order/missing`, `order/doubled` or `check/deadlock`, with the grid marked.
     """
     _require_legal(mesh, specs, grain)
     num_ranks = mesh.degree(pipeline_axis)
@@ -85,8 +87,10 @@ def lower(
     rank_of_stage = order.rank_of_stage(num_ranks)
     stages = split_units(work.units, num_stages, extra_layers)
     placed = Placed.of(work, stages, mesh, specs)
+    ordered = order.order(num_ranks, work.num_items)
+    check_order(ordered, num_stages, work.num_items, rank_of_stage)
     lists = []
-    for steps in order.order(num_ranks, work.num_items):
+    for steps in ordered:
         chunks = expand_steps(steps, placed, grain)
         for spec in _of_families(specs, _ACTIVATION_FAMILIES):
             exchange_activations(chunks, placed, spec)
