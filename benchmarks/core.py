@@ -9,17 +9,19 @@ misses. A new measurement is one function that adds rows to the report, listed i
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from time import process_time
 
+from gated import main
+from reshard import add_rows as add_reshard_rows
+from scheduler import add_rows as add_decision_rows
+
 from phalanx.action import Compute, Program, Send
 from phalanx.check import check_program
 from phalanx.cost.base import CostModel
 from phalanx.cost.table import TableCost
-from phalanx.errors import GateError
 from phalanx.lower import lower
 from phalanx.mesh import Mesh
 from phalanx.registry import build
@@ -133,27 +135,23 @@ def measure_checking(report: Report) -> None:
     )
 
 
-MEASUREMENTS = (measure_events, measure_folding, measure_lowering, measure_checking)
+MEASUREMENTS = (
+    measure_events,
+    measure_folding,
+    measure_lowering,
+    measure_checking,
+    add_decision_rows,
+    add_reshard_rows,
+)
 
 
-def main(arguments: list[str]) -> int:
-    """Run all measurements, print the table, write JSON; 1 when a gate was missed."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", default="", help="file for the versioned report")
-    options = parser.parse_args(arguments)
+def run() -> Report:
+    """All measurements."""
     report = Report("core", notes={"event": "a start or an end of one action"})
     for measure in MEASUREMENTS:
         measure(report)
-    print(report.to_markdown())
-    if options.json:
-        report.save(options.json)
-    try:
-        report.require_gates()
-    except GateError as error:
-        print(error, file=sys.stderr)
-        return error.exit_code
-    return 0
+    return report
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(run, __doc__))

@@ -9,7 +9,6 @@ target ranks hold.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -18,7 +17,8 @@ from math import prod
 from statistics import median
 from time import process_time
 
-from phalanx.errors import GateError
+from gated import main
+
 from phalanx.layout import Layout, Only, Shard
 from phalanx.mesh import Mesh
 from phalanx.report import Report
@@ -124,7 +124,14 @@ def held_bytes(table: dict[str, Layout]) -> int:
 
 
 def run() -> Report:
+    """The report."""
     report = Report("Planning a layout change of Llama 3 405B")
+    add_rows(report)
+    return report
+
+
+def add_rows(report: Report) -> None:
+    """Rows of every case, for this and other benchmarks."""
     num_parameters = sum(prod(each.shape) for each in layout_table(Mesh()).values())
     target = {"target": PUBLISHED_PARAMETERS}
     report.add("parameters", num_parameters, "1", "formula", **target)
@@ -142,24 +149,7 @@ def run() -> Report:
         busiest = max(reshard.sent_bytes.values())
         ratio = busiest * len(reshard.source_ranks) / reshard.network_bytes
         report.add(f"{case.name}: busiest sender over mean", ratio, "1", "formula")
-    return report
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--json", metavar="FILE", help="write the report there")
-    options = parser.parse_args()
-    report = run()
-    print(report.to_markdown())
-    if options.json:
-        report.save(options.json)
-    try:
-        report.require_gates()
-    except GateError as error:
-        print(error, file=sys.stderr)
-        return error.exit_code
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(run, __doc__))

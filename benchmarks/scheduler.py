@@ -9,7 +9,6 @@ is above 200 us.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,7 +16,8 @@ from statistics import median
 from time import perf_counter
 from typing import Any
 
-from phalanx.errors import GateError
+from gated import main
+
 from phalanx.mesh import Mesh
 from phalanx.policy import Event, React, View
 from phalanx.registry import build
@@ -120,22 +120,5 @@ def run() -> Report:
     return report
 
 
-def main() -> int:
-    """Print the report; 1 when a gate is missed."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--json", metavar="FILE", help="write the report there")
-    arguments = parser.parse_args()
-    report = run()
-    if arguments.json:
-        report.save(arguments.json)
-    print(report.to_markdown())
-    try:
-        report.require_gates()
-    except GateError as error:
-        print(f"error[{error.code}]: {error}", file=sys.stderr)
-        return error.exit_code
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(run, __doc__))

@@ -1,0 +1,32 @@
+"""The command line that all benchmarks share: print the report, `--json FILE`, exit 1 on a miss."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+
+from phalanx.errors import GateError
+from phalanx.report import Report
+
+
+def main(make_report: Callable[[], Report], doc: str | None) -> int:
+    """Measure, print, and return the exit code.
+
+    Args:
+        make_report: does the measuring.
+        doc: of the benchmark; its first line describes the command.
+    """
+    parser = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
+    parser.add_argument("--json", metavar="FILE", help="write the versioned report there")
+    options = parser.parse_args()
+    report = make_report()
+    print(report.to_markdown())
+    if options.json:
+        report.save(options.json)
+    try:
+        report.require_gates()
+    except GateError as error:
+        print(f"error[{error.code}]: {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
