@@ -8,6 +8,7 @@ is one two-phase decision.
 Rules
 - A member that is silent for longer than `detect_s`, or whose place another incarnation took, has
   left. Liveness is judged by heartbeats only, never by a collective's exception.
+- Who acts before its first heartbeat was heard is alive: its silence counts from the act on.
 - An epoch needs a donor: someone of the epoch before that is still alive and has the state. Only
   the first epoch may do without, and then everyone expected must be there (equal initial values),
   or a durable state must exist. So a process that has just restarted never forms a membership of
@@ -192,6 +193,18 @@ class Roster:
     def seen_s(self, member: Member) -> float:
         """When this member was last heard of; minus infinity before the first heartbeat."""
         return self._seen_s.get(member, -inf)
+
+    def has_left(self, member: Member, now_s: float, since_s: float) -> bool:
+        """Whether a member is gone, though it need not be heard of yet.
+
+        Args:
+            since_s: when something of its was first read, such as a decision: before its first
+                heartbeat its silence counts from then on.
+        """
+        newest = self._newest(member.id)
+        if newest is not None and newest.incarnation > member.incarnation:
+            return True
+        return now_s - self._seen_s.get(member, since_s) > self.timeouts.detect_s
 
     def heir(self, now_s: float) -> Member | None:
         """Who leads when the leader is gone: the lowest member alive that has the state."""

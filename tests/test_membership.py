@@ -172,6 +172,25 @@ def test_timeouts_nest():
         Timeouts(heartbeat_s=1.0, detect_s=5.0, exchange_s=5.0)
 
 
+def test_who_acted_before_its_first_heartbeat_is_gone_only_when_that_was_long_ago():
+    roster = Roster((0, 1), TIMEOUTS)
+    assert not roster.has_left(A, 13.0, since_s=10.0)
+    assert roster.has_left(A, 13.1, since_s=10.0)
+
+
+def test_after_its_first_heartbeat_only_heartbeats_count():
+    roster = Roster((0, 1), TIMEOUTS)
+    roster.beat(A, 0, 10.0)
+    assert not roster.has_left(A, 13.0, since_s=0.0)
+    assert roster.has_left(A, 13.1, since_s=13.0)
+
+
+def test_a_place_that_another_process_took_has_lost_its_member_at_once():
+    roster = Roster((0, 1), TIMEOUTS)
+    roster.beat(Member(0, 2), NO_STATE, 10.0)
+    assert roster.has_left(A, 10.0, since_s=10.0)
+
+
 EVENTS = st.lists(
     st.tuples(st.sampled_from(["beat", "restart", "silence", "vote"]), st.integers(0, 2)),
     max_size=60,

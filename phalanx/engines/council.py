@@ -36,6 +36,7 @@ class Council:
         self._seq = membership.first_seq
         last = membership.decision(self._seq - 1)
         self._leader = None if last is None else Member(*last["leader"])
+        self._read_s = membership.now_s  # when the leader's latest decision was read
         self._leading = self._begun = self._admitted = self._ended = False
         self._decided: list[Action] = []
         self._vote: tuple[str, Ballot] | None = None
@@ -187,7 +188,7 @@ class Council:
             self._watch_leader(now_s)
             return None
         self._seq += 1
-        self._leader = Member(*entry["leader"])
+        self._leader, self._read_s = Member(*entry["leader"]), now_s
         if entry.get("end"):
             self._ended = True
             return None
@@ -202,10 +203,10 @@ class Council:
         roster = self.membership.roster
         if self.view.epoch > roster.current.epoch:
             self.view.members = roster.adopt(self.membership.committed()).ids
-        if self.membership.inherits_from(self._leader):
+        if self.membership.inherits_from(self._leader, self._read_s):
             self._leading, self._begun, self._vote = True, False, None
-        elif self._leader is not None and self._leader not in roster.alive(now_s):
-            if roster.heir(now_s) is None:
+        elif self._leader is not None and roster.heir(now_s) is None:
+            if roster.has_left(self._leader, now_s, self._read_s):
                 rule = "nobody alive has the state; only a durable checkpoint would help"
                 raise WorldError("world/membership", "members", roster.current.ids, rule)
 

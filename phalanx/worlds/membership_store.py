@@ -119,12 +119,17 @@ class MembershipStore:
         """Who left and who wants to join since the last call."""
         return self.roster.changes(self.poll())
 
-    def inherits_from(self, leader: Member | None) -> bool:
-        """Whether this process has to lead now, because `leader` is gone or nobody led before."""
+    def inherits_from(self, leader: Member | None, since_s: float) -> bool:
+        """Whether this process has to lead now, because `leader` is gone or nobody led before.
+
+        Args:
+            since_s: when its latest decision was read, by `now_s`.
+        """
         roster = self.roster
         if roster.current == NOBODY:
             return leader is None and self.me.id == min(roster.expected)
-        return leader not in roster.alive(self.now_s) and roster.heir(self.now_s) == self.me
+        is_open = leader is None or roster.has_left(leader, self.now_s, since_s)
+        return is_open and roster.heir(self.now_s) == self.me
 
     def vote(self, ballot: str, yes: bool) -> None:
         """Say yes or no, once; it cannot be taken back."""

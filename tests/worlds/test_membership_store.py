@@ -115,12 +115,12 @@ def test_the_heir_leads_once_the_leader_is_silent(join):
     form(members[0], members[1:], (0, 1, 2))
     leader = members[0].me
     wait_until(lambda: members[1].poll() > 0 and members[1].roster.behind([leader]) == ())
-    assert not members[1].inherits_from(leader)
+    assert not members[1].inherits_from(leader, 0.0)
     members[0].close()
 
     def inherits(member: MembershipStore) -> bool:
         member.poll()
-        return member.inherits_from(leader)
+        return member.inherits_from(leader, 0.0)
 
     wait_until(lambda: inherits(members[1]))
     assert not inherits(members[2])
