@@ -61,6 +61,8 @@ CODES: dict[str, str] = {
     "serve/engine": "an engine process that ended or does not answer",
     "serve/port": "an address that cannot be listened on",
     "report/gate": "a gated row outside its tolerance",
+    "trace/file": "a trace file that cannot be read",
+    "system/published": "a table of published numbers that cannot be read",
     "system/unreproduced": "a system that has no reproduction yet",
     "cli/usage": "a command line that cannot be read",
     "cli/file": "a file that cannot be written",
