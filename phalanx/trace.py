@@ -8,14 +8,19 @@ vocabulary, so a trace of millions of rows stays small.
 from __future__ import annotations
 
 import json
+import struct
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from io import BytesIO
+from lzma import LZMAError
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile, ZipFile
 
 import numpy as np
 
-from phalanx.errors import PlanError
+from phalanx.errors import JobError, PlanError
 
 FORMAT_VERSION = 1
 SOURCES = ("simulated", "measured")
@@ -30,6 +35,17 @@ _DEFAULT: dict[str, Any] = (
     dict.fromkeys(TEXT_COLUMNS, "")
     | {"rank": 0, "step": 0, "item": -1, "peer": -1}
     | dict.fromkeys(FLOAT_COLUMNS, 0.0)
+)
+_DTYPE: dict[str, type] = (
+    dict.fromkeys(TEXT_COLUMNS, np.int32)
+    | dict.fromkeys(INT_COLUMNS, np.int64)
+    | dict.fromkeys(FLOAT_COLUMNS, np.float64)
+)
+_HEAD = {"source": str, "job": str, "vocabulary": dict, "notes": dict}
+# What zipfile, its decompressors and numpy raise for bytes that they cannot read.
+_DAMAGE = (
+    *(BadZipFile, zlib.error, LZMAError, struct.error, EOFError, OSError),
+    *(ValueError, KeyError, RuntimeError, MemoryError),
 )
 
 
@@ -138,16 +154,80 @@ class Trace:
         """Read what `save` wrote.
 
         Raises:
-            PlanError: `plan/format` for another format version.
+            JobError: `job/not-found` when there is no such file to read.
+            PlanError: `plan/format` for another format version, `trace/file` for a file that is
+                none, is damaged, or holds other columns than the format's.
         """
-        with np.load(path, allow_pickle=False) as data:
-            head = json.loads(str(data["head"]))
-            if head["format_version"] != FORMAT_VERSION:
-                version = head["format_version"]
-                rule = "this version of Phalanx reads another trace format"
-                raise PlanError("plan/format", str(path), version, rule, legal=[FORMAT_VERSION])
-            columns = {name: data[name] for name in COLUMNS}
+        try:
+            content = Path(path).read_bytes()
+        except (OSError, ValueError) as error:  # ValueError: a null character in the path
+            rule = f"is no file that can be read: {getattr(error, 'strerror', None) or error}"
+            raise JobError("job/not-found", "trace file", repr(str(path)), rule) from error
+        arrays = _read_arrays(content, str(path))
+        head = _read_head(arrays.get("head"), str(path))
+        columns = {name: arrays[name] for name in COLUMNS if name in arrays}
+        _require_columns(columns, head["vocabulary"], str(path))
         return Trace(head["source"], head["job"], columns, head["vocabulary"], head["notes"])
+
+
+def _read_arrays(content: bytes, where: str) -> dict[str, np.ndarray]:
+    """The arrays of an .npz file; its checksums are compared before anything is parsed."""
+    arrays = {}
+    try:
+        with ZipFile(BytesIO(content)) as archive:
+            for name in archive.namelist():
+                array = np.lib.format.read_array(BytesIO(archive.read(name)), allow_pickle=False)
+                arrays[name.removesuffix(".npy")] = array
+    except _DAMAGE as error:
+        rule = "is no trace, or a damaged one"
+        raise PlanError("trace/file", where, None, rule, detail=str(error)) from error
+    return arrays
+
+
+def _read_head(array: np.ndarray | None, where: str) -> dict[str, Any]:
+    try:
+        head = None if array is None else json.loads(str(array))
+    except (ValueError, RecursionError):
+        head = None
+    if not isinstance(head, dict):
+        raise PlanError("trace/file", f"{where}: head", None, "is not the head of a trace")
+    version = head.get("format_version")
+    if type(version) is not int or version != FORMAT_VERSION:
+        rule = "this version of Phalanx reads another trace format"
+        shown = version if isinstance(version, int) else repr(version)
+        raise PlanError("plan/format", where, shown, rule, legal=[FORMAT_VERSION])
+    for name, kind in _HEAD.items():
+        if not isinstance(head.get(name), kind):
+            rule = f"the head of a trace needs a {kind.__name__} here"
+            raise PlanError("trace/file", f"{where}: {name}", repr(head.get(name)), rule)
+    if head["source"] not in SOURCES:
+        rule = "no such source"
+        raise PlanError("trace/file", f"{where}: source", repr(head["source"]), rule, legal=SOURCES)
+    return head
+
+
+def _require_columns(
+    columns: Mapping[str, np.ndarray], vocabulary: Mapping[str, Any], where: str
+) -> None:
+    """All columns, of the format's types and one length; each code has its word."""
+    missing = [name for name in COLUMNS if name not in columns]
+    if missing:
+        raise PlanError("trace/file", f"{where}: {missing[0]}", None, "this column is missing")
+    shape = (columns["rank"].size,)
+    for name in COLUMNS:
+        column, dtype = columns[name], _DTYPE[name]
+        if column.dtype != dtype or column.shape != shape:
+            found, rule = f"{column.dtype}{list(column.shape)}", "a column of another form"
+            legal = [f"{np.dtype(dtype)}{list(shape)}"]
+            raise PlanError("trace/file", f"{where}: {name}", found, rule, legal=legal)
+    for name in TEXT_COLUMNS:
+        words, codes = vocabulary.get(name), columns[name]
+        if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
+            rule = "a text column needs the list of its words"
+            raise PlanError("trace/file", f"{where}: vocabulary.{name}", None, rule)
+        if len(codes) and not 0 <= codes.min() <= codes.max() < len(words):
+            rule = f"has codes outside its {len(words)} words"
+            raise PlanError("trace/file", f"{where}: {name}", None, rule)
 
 
 class TraceBuilder:
@@ -179,12 +259,9 @@ class TraceBuilder:
         for name, values in zip(COLUMNS, by_column):
             if name in TEXT_COLUMNS:
                 index: dict[str, int] = {}
-                codes = [index.setdefault(value, len(index)) for value in values]
-                columns[name] = np.asarray(codes, dtype=np.int32)
+                values = tuple(index.setdefault(value, len(index)) for value in values)
                 vocabulary[name] = list(index)
-            else:
-                dtype = np.int64 if name in INT_COLUMNS else np.float64
-                columns[name] = np.asarray(values, dtype=dtype)
+            columns[name] = np.asarray(values, dtype=_DTYPE[name])
         return Trace(self.source, self.job, columns, vocabulary, dict(self.notes))
 
 

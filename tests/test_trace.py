@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.errors import PlanError
+from phalanx.errors import JobError, PlanError
 from phalanx.trace import (
     COLUMNS,
     FLOAT_COLUMNS,
@@ -64,6 +64,49 @@ def test_another_format_version_is_refused(tmp_path):
     with pytest.raises(PlanError) as caught:
         Trace.load(path)
     assert caught.value.code == "plan/format" and caught.value.value == 99
+
+
+def saved_with(path, head: dict | None = None, **columns: np.ndarray) -> None:
+    """The trace of this file, with another head or other columns."""
+    written = {"format_version": 1, "source": "simulated", "job": "", "notes": {}}
+    written |= {"vocabulary": {name: list(words) for name, words in TRACE.vocabulary.items()}}
+    written |= head or {}
+    np.savez(path, head=np.asarray(json.dumps(written)), **{**TRACE.columns, **columns})
+
+
+@pytest.mark.parametrize(
+    ("changed", "where"),
+    [
+        ({"lane": np.full(len(TRACE), -1, np.int32)}, "lane"),
+        ({"lane": np.full(len(TRACE), 9, np.int32)}, "lane"),
+        ({"lane": np.zeros(len(TRACE))}, "lane"),
+        ({"step": np.zeros(len(TRACE) + 1, np.int64)}, "step"),
+        ({"flops": np.zeros((len(TRACE), 1))}, "flops"),
+        ({"head": {"vocabulary": {}}}, "vocabulary.role"),
+        ({"head": {"source": "guessed"}}, "source"),
+        ({"head": {"job": None}}, "job"),
+    ],
+)
+def test_a_file_with_other_columns_or_another_head_is_refused(tmp_path, changed: dict, where: str):
+    path = tmp_path / "t.npz"
+    saved_with(path)
+    assert list(Trace.load(path).rows()) == list(TRACE.rows())
+    saved_with(path, **changed)
+    with pytest.raises(PlanError) as caught:
+        Trace.load(path)
+    assert (caught.value.code, caught.value.where) == ("trace/file", f"{path}: {where}")
+
+
+def test_a_damaged_file_and_a_missing_one_are_told_apart(tmp_path):
+    path = tmp_path / "t.npz"
+    with pytest.raises(JobError) as missing:
+        Trace.load(path)
+    assert missing.value.code == "job/not-found"
+    TRACE.save(path)
+    path.write_bytes(path.read_bytes()[:-7])
+    with pytest.raises(PlanError) as damaged:
+        Trace.load(path)
+    assert damaged.value.code == "trace/file"
 
 
 def test_the_end_is_the_latest_end_not_the_last_row():

@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
+from phalanx.errors import PlanError
 from phalanx.report import Report, Row
 
 FOLDER = Path(__file__).parent / "published"
@@ -79,9 +80,26 @@ def _is_said(cell: str) -> bool:
 
 
 def published(slug: str) -> list[Published]:
-    """All published numbers of a system, in file order."""
-    with open(FOLDER / f"{slug}.csv", newline="", encoding="utf-8") as file:
-        return [Published(**row) for row in csv.DictReader(file)]
+    """All published numbers of a system, in file order.
+
+    Raises:
+        PlanError: `system/published` for a file that is not there or no table of these columns.
+    """
+    where = f"published/{slug}.csv"
+    try:
+        with open(FOLDER / f"{slug}.csv", newline="", encoding="utf-8") as file:
+            header, *rows = csv.reader(file)
+    except (OSError, ValueError, csv.Error) as error:  # ValueError: not UTF-8, or no header
+        rule = "is no table of published numbers"
+        raise PlanError("system/published", where, None, rule, detail=str(error)) from error
+    if tuple(header) != COLUMNS:
+        rule, legal = "must have these columns", [",".join(COLUMNS)]
+        raise PlanError("system/published", f"{where}: header", repr(header), rule, legal=legal)
+    for number, row in enumerate(rows, 1):
+        if row and len(row) != len(COLUMNS):
+            rule = f"must have {len(COLUMNS)} cells, one for each column"
+            raise PlanError("system/published", f"{where}: row {number}", len(row), rule)
+    return [Published(**dict(zip(COLUMNS, row))) for row in rows if row]
 
 
 def published_report(slug: str, title: str) -> Report:

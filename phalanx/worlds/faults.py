@@ -22,7 +22,7 @@ In a file, a script is an array of tables with the fields of `Fault`; times may 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from math import inf
 from typing import Any
@@ -133,18 +133,23 @@ class FaultScript:
 
     @staticmethod
     def from_tables(
-        tables: Iterable[Mapping[str, Any]], *, detect_s: float | str = 0.0, where: str = "faults"
+        tables: Sequence[Mapping[str, Any]], *, detect_s: float | str = 0.0, where: str = "faults"
     ) -> FaultScript:
         """Read the tables of a TOML file.
 
         Raises:
             JobError: `job/unknown-key`, `job/bad-value`, `job/missing`, `unit/unknown`.
         """
+        if not isinstance(tables, Sequence) or isinstance(tables, str):
+            rule = "must be a list of tables, one for each fault"
+            raise JobError("job/bad-value", where, repr(tables), rule)
         faults = tuple(_read(table, f"{where}[{i}]") for i, table in enumerate(tables))
         return FaultScript(faults, parse_quantity(detect_s, "s", f"{where}.detect_s"))
 
 
 def _read(table: Mapping[str, Any], where: str) -> Fault:
+    if not isinstance(table, Mapping):
+        raise JobError("job/bad-value", where, repr(table), "must be a table with a fault's fields")
     known = [field.name for field in fields(Fault)]
     values: dict[str, Any] = {}
     for key, value in table.items():
@@ -169,5 +174,5 @@ def _read(table: Mapping[str, Any], where: str) -> Fault:
 def _ranks(value: object, where: str) -> tuple[int, ...]:
     ranks = value if isinstance(value, Sequence) and not isinstance(value, str) else [value]
     if not all(isinstance(rank, int) and not isinstance(rank, bool) for rank in ranks):
-        raise JobError("job/bad-value", where, value, "must be a rank or a list of ranks")
+        raise JobError("job/bad-value", where, repr(value), "must be a rank or a list of ranks")
     return tuple(ranks)

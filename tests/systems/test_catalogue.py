@@ -10,6 +10,7 @@ import pytest
 from phalanx import registry, systems
 from phalanx.errors import JobError, PlanError
 from phalanx.registry import SHAPE_OF_FAMILY, STATUSES, Entry, Source
+from phalanx.systems import _published
 from phalanx.systems._published import COLUMNS, FOLDER
 from phalanx.systems._system import System
 
@@ -127,3 +128,15 @@ def test_documentation_page_is_what_the_catalogue_says():
     assert page.read_text(encoding="utf-8") == systems.to_markdown(), (
         "write it again with: phalanx systems list --markdown docs/systems.md"
     )
+
+
+def test_a_table_with_other_columns_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(_published, "FOLDER", tmp_path)
+    with pytest.raises(PlanError, match=r"published/made-up\.csv: is no table") as missing:
+        systems.published("made-up")
+    (tmp_path / "made-up.csv").write_text(",".join(reversed(COLUMNS)) + "\n")
+    with pytest.raises(
+        PlanError, match=r"made-up\.csv: header .* must have these columns"
+    ) as other:
+        systems.published("made-up")
+    assert missing.value.code == other.value.code == "system/published"

@@ -91,6 +91,13 @@ def test_a_wrong_table_is_refused_where_it_is_wrong(code: str, where: str, text:
     assert (caught.value.code, caught.value.where) == (code, where)
 
 
+@pytest.mark.parametrize("tables", [5, "kill", {"kind": "kill"}, [1], ["kill"]])
+def test_what_is_no_list_of_tables_is_refused(tables):
+    with pytest.raises(JobError, match="table") as caught:
+        FaultScript.from_tables(tables)
+    assert caught.value.code == "job/bad-value"
+
+
 def test_near_spellings_are_offered():
     with pytest.raises(JobError) as caught:
         read('[[faults]]\nkind = "pauze"\nranks = 0\nat_s = 1\nduration_s = 1')
