@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable
 from difflib import get_close_matches
+from reprlib import Repr
 
 # Codes are an interface: scripts match on them. Never rename one, never reuse one.
 CODES: dict[str, str] = {
@@ -99,10 +100,14 @@ class PhalanxError(Exception):
         super().__init__(self.sentence())
 
     def sentence(self) -> str:
-        """The message: `where = value: rule; nearest legal values: a, b`."""
+        """The message: `where = value: rule; nearest legal values: a, b`.
+
+        One line, whatever the value holds; `detail` follows on lines of its own.
+        """
         head = self.where if self.value is None else f"{self.where} = {self.value}"
         tail = f"; nearest legal values: {', '.join(map(str, self.legal))}" if self.legal else ""
-        return f"{head}: {self.rule}{tail}" + (f"\n{self.detail}" if self.detail else "")
+        line = _on_one_line(f"{head}: {self.rule}{tail}")
+        return line + (f"\n{self.detail}" if self.detail else "")
 
     def __reduce__(
         self,
@@ -116,6 +121,15 @@ class PhalanxError(Exception):
             self.legal,
             self.detail,
         )
+
+
+def _on_one_line(text: str) -> str:
+    """Line breaks and all else that would not print as escapes."""
+    if text.isprintable():
+        return text
+    return "".join(
+        each if each.isprintable() else each.encode("unicode_escape").decode() for each in text
+    )
 
 
 def _rebuild(cls, code, where, value, rule, legal, detail):
@@ -142,6 +156,23 @@ class GateError(PhalanxError):
     """A gated row of a report missed its target."""
 
     exit_code = 1
+
+
+class _Shown(Repr):
+    """`repr` that ends: long and deep values are cut, huge numbers told by their size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel, self.maxdict, self.maxlist, self.maxtuple = 4, 8, 12, 12
+        self.maxstring = self.maxother = 80
+
+    def repr_int(self, x: int, level: int) -> str:
+        return repr(x) if x.bit_length() <= 128 else f"a number of {x.bit_length()} bits"
+
+
+def shown(value: object) -> str:
+    """A value that somebody else wrote, as an error shows it: short whatever it is."""
+    return _Shown().repr(value)
 
 
 def nearest_names(name: str, legal: Iterable[str], count: int = 3) -> list[str]:

@@ -7,8 +7,9 @@ Inside, everything is bytes, seconds, FLOPs and their rates; names carry the uni
 from __future__ import annotations
 
 import re
+import sys
 
-from phalanx.errors import JobError, nearest_names
+from phalanx.errors import JobError, nearest_names, shown
 
 _DECIMAL = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
 _BINARY = {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40}
@@ -39,23 +40,32 @@ UNITS: dict[str, dict[str, float]] = {
 }
 
 _QUANTITY = re.compile(r"^\s*([-+]?\d[\d_]*\.?\d*(?:[eE][-+]?\d+)?)\s*(\S*)\s*$")
+_LONGEST = 100  # characters; matching takes the cube of them
 
 
 def parse_quantity(text: str | int | float, dimension: str, where: str = "value") -> float:
     """`text` in SI units of `dimension` (a key of `UNITS`). A bare number is SI already.
 
+    Infinite where the text says more than a float holds, and what a float is stays what it is:
+    ranges are the reader's to check (`strict`).
+
     Raises:
-        JobError: `unit/unknown` with the nearest units of that dimension.
+        JobError: `unit/unknown` with the nearest units of that dimension, `job/bad-value` for what
+            is no quantity or a whole number that no float holds.
     """
     if isinstance(text, int | float) and not isinstance(text, bool):
+        if isinstance(text, int) and abs(text) > sys.float_info.max:
+            raise JobError("job/bad-value", where, shown(text), "must be below 1e308")
         return float(text)
     table = UNITS[dimension]
-    match = _QUANTITY.match(str(text))
+    match = None
+    if isinstance(text, str) and len(text) <= _LONGEST:
+        match = _QUANTITY.match(text)
     if match is None:
         raise JobError(
             "job/bad-value",
             where,
-            repr(text),
+            shown(text),
             f"must be a number with a unit of {dimension}",
             legal=[f"1 {unit}".strip() for unit in list(table)[:4]],
         )
