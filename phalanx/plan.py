@@ -11,14 +11,15 @@ from __future__ import annotations
 import json
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from phalanx.errors import PlanError, nearest_names
+from phalanx.errors import PlanError, nearest_names, shown
 from phalanx.mesh import Mesh
 from phalanx.registry import build
+from phalanx.strict import LOCKFILE, read_record
 
 FORMAT_VERSION = 1
 # Libraries whose version can change what a plan means: minor releases of these are not mixed.
@@ -138,10 +139,13 @@ class Plan:
         return self.programs[role]
 
     def save(self, path: str | Path) -> None:
-        """Write the lockfile; whole or not at all."""
+        """Write the lockfile; whole or not at all.
+
+        Keys stay in their order: that of a mesh's axes decides which rank stands where.
+        """
         target = Path(path)
         part = target.with_name(target.name + ".part")
-        part.write_text(json.dumps(asdict(self), indent=1, sort_keys=True) + "\n")
+        part.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
         part.replace(target)
 
     @staticmethod
@@ -149,32 +153,21 @@ class Plan:
         """Read a lockfile.
 
         Raises:
-            PlanError: `plan/format` for another version or a file that is no plan.
+            PlanError: `plan/format` for another version, a file that is no plan, and any entry
+                that is missing, unknown or of the wrong kind.
         """
         try:
-            table = json.loads(Path(path).read_text())
-        except (OSError, ValueError) as error:
+            table = json.loads(Path(path).read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError) as error:
             raise PlanError(
                 "plan/format", str(path), None, f"not a readable plan: {error}"
             ) from None
         found = table.get("format_version") if isinstance(table, dict) else None
         if found != FORMAT_VERSION:
             rule = "this version of Phalanx reads another plan format; plan the job again"
-            raise PlanError(
-                "plan/format", f"{path}: format_version", found, rule, legal=[FORMAT_VERSION]
-            )
-        unknown = set(table) - {each.name for each in fields(Plan)}
-        if unknown:
-            raise PlanError("plan/format", str(path), sorted(unknown), "not keys of a plan")
-        table["pools"] = {
-            name: Pool(machine=pool["machine"], devices=tuple(pool["devices"]))
-            for name, pool in table["pools"].items()
-        }
-        table["programs"] = {
-            name: RoleProgram(**entry) for name, entry in table["programs"].items()
-        }
-        table["transitions"] = tuple(Transition(**entry) for entry in table["transitions"])
-        return Plan(**table)
+            where = f"{path}: format_version"
+            raise PlanError("plan/format", where, shown(found), rule, legal=[FORMAT_VERSION])
+        return read_record(Plan, table, f"{path}: ", LOCKFILE)
 
     def require_here(self, hardware: Mapping[str, Any], job_key: str | None = None) -> None:
         """Refuse to run on other hardware, with other libraries, or for another job.
@@ -218,5 +211,6 @@ def _minor(text: str) -> str:
 
 
 def _policy(table: Mapping[str, Any]) -> Any:
-    options = dict(table)
-    return build(options.pop("family"), options)
+    if "family" not in table:
+        raise PlanError("plan/format", "policy", shown(table), "names no family")
+    return build(table["family"], {name: table[name] for name in table if name != "family"})

@@ -8,14 +8,15 @@ join through the entry-point group `phalanx.policies` (a module each).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import entry_points
 from pkgutil import iter_modules
 from typing import Any, TypeVar
 
-from phalanx.errors import JobError, nearest_names
+from phalanx.errors import JobError, nearest_names, shown
 from phalanx.policy import Policy
+from phalanx.strict import read_record, read_value
 
 PolicyT = TypeVar("PolicyT", bound=type[Policy])
 
@@ -88,12 +89,12 @@ def register(family: str, name: str, *, grain: str, source: Source, status: str 
 
 
 def require_family(family: str) -> None:
-    """Raise `registry/unknown` with the nearest families."""
-    if family not in SHAPE_OF_FAMILY:
+    """Raise `registry/unknown` with the nearest families, `job/bad-value` for what is no text."""
+    if read_value(family, str, "policy family") not in SHAPE_OF_FAMILY:
         raise JobError(
             "registry/unknown",
             "policy family",
-            repr(family),
+            shown(family),
             "no such family",
             legal=nearest_names(family, SHAPE_OF_FAMILY) or sorted(SHAPE_OF_FAMILY),
         )
@@ -135,7 +136,7 @@ def lookup(family: str, name: str, where: str = "") -> Entry:
         raise JobError(
             "registry/unknown",
             where or f"policy.{family}",
-            repr(name),
+            shown(name),
             f"no {family} policy of that name",
             legal=nearest_names(name, _entries[family]) or sorted(_entries[family]),
         )
@@ -146,22 +147,15 @@ def build(family: str, options: str | Mapping[str, Any], where: str = "") -> Any
     """A policy from its name, or from a table with `name` and its options.
 
     Raises:
-        JobError: `registry/unknown`, or `job/unknown-key` / `job/missing` for its options.
+        JobError: `registry/unknown`, or `job/unknown-key`, `job/missing` or `job/bad-value` for
+            its options: a policy's fields say by their annotations what they take.
     """
+    require_family(family)
     where = where or f"policy.{family}"
-    table = {"name": options} if isinstance(options, str) else dict(options)
+    given = read_value(options, str | Mapping[str, Any], where)
+    table = {"name": given} if isinstance(given, str) else given
     name = table.pop("name", None)
     if name is None:
         raise JobError("job/missing", f"{where}.name", None, f"a {family} policy needs a name")
-    cls = lookup(family, str(name), where).cls
-    known = {f.name: f for f in fields(cls)}  # type: ignore[arg-type]
-    for key in table:
-        if key not in known:
-            legal = nearest_names(key, known)
-            raise JobError(
-                "job/unknown-key", f"{where}.{key}", None, f"{name} has no such option", legal=legal
-            )
-    for key, field in known.items():
-        if key not in table and field.default is MISSING and field.default_factory is MISSING:
-            raise JobError("job/missing", f"{where}.{key}", None, f"{name} needs this option")
-    return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in table.items()})
+    cls = lookup(family, read_value(name, str, f"{where}.name"), where).cls
+    return read_record(cls, table, where)

@@ -87,3 +87,71 @@ def test_keys_that_no_plan_has_are_refused(plan, tmp_path):
     path.write_text(json.dumps(json.loads(path.read_text()) | {"extra": 1}))
     with pytest.raises(PlanError, match="extra"):
         Plan.load(path)
+
+
+def test_axes_keep_their_order(plan, tmp_path):
+    """The order of a mesh's axes decides which rank stands where."""
+    program = RoleProgram(pool="all", mesh={"tp": 2, "pp": 2})
+    path = tmp_path / "plan.json"
+    Plan(**{**vars(plan), "programs": {"train": program}}).save(path)
+    grid = Plan.load(path).program("train").grid()
+    assert grid.names == ("tp", "pp") and grid.coordinates(1) == {"tp": 0, "pp": 1}
+
+
+WRONG = [
+    (("programs",), None),
+    (("pools", "all"), {"machine": "h100"}),
+    (("pools", "all", "devices"), [0, "1"]),
+    (("programs", "train", "mesh"), {"pp": "2"}),
+    (("programs", "train", "specs"), [3]),
+    (("programs", "train", "extra"), 1),
+    (("transitions",), [{"source": "train"}]),
+    (("transitions",), [None]),
+    (("hardware",), None),
+    (("versions",), {"torch": 2}),
+    (("predictions",), "none"),
+    (("job",), 3),
+    (("format_version",), True),
+]
+
+
+@pytest.mark.parametrize(("place", "wrong"), WRONG, ids=[".".join(place) for place, _ in WRONG])
+def test_wrong_entries_are_refused_naming_their_place(plan, tmp_path, place, wrong):
+    path = tmp_path / "plan.json"
+    plan.save(path)
+    table = inner = json.loads(path.read_text())
+    for name in place[:-1]:
+        inner = inner[name]
+    inner[place[-1]] = wrong
+    path.write_text(json.dumps(table))
+    with pytest.raises(PlanError) as caught:
+        Plan.load(path)
+    assert caught.value.code == "plan/format" and ".".join(place) in caught.value.where
+
+
+@pytest.mark.parametrize("name", ["pools", "programs", "job", "versions"])
+def test_a_lockfile_is_whole(plan, tmp_path, name):
+    """Versions that are missing would otherwise be those of whoever reads it."""
+    path = tmp_path / "plan.json"
+    plan.save(path)
+    table = json.loads(path.read_text())
+    del table[name]
+    path.write_text(json.dumps(table))
+    with pytest.raises(PlanError) as caught:
+        Plan.load(path)
+    assert caught.value.code == "plan/format" and caught.value.where.endswith(name)
+
+
+@pytest.mark.parametrize("content", [b"\xff", b"[" * 100_000], ids=["not UTF-8", "deep"])
+def test_files_that_break_readers_are_refused(tmp_path, content):
+    path = tmp_path / "plan.json"
+    path.write_bytes(content)
+    with pytest.raises(PlanError) as caught:
+        Plan.load(path)
+    assert caught.value.code == "plan/format"
+
+
+def test_policies_without_a_family_are_refused():
+    with pytest.raises(PlanError) as caught:
+        RoleProgram(pool="all", mesh={}, order={"name": "1f1b"}).built_order()
+    assert caught.value.code == "plan/format"

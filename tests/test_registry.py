@@ -5,7 +5,7 @@ from importlib import import_module
 
 import pytest
 
-from phalanx.errors import JobError
+from phalanx.errors import JobError, PlanError
 from phalanx.policy import Assign, Order, React, Spec
 from phalanx.registry import SHAPE_OF_FAMILY, Source, build, entries, lookup, register
 
@@ -46,6 +46,34 @@ def test_options_are_built_strictly():
     with pytest.raises(JobError) as caught:
         build("tensor", {"axis": "tp"})
     assert caught.value.code == "job/missing"
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("pipeline", 3),
+        ("pipeline", ["1f1b"]),
+        (["pipeline"], "1f1b"),
+        ("pipeline", {"name": ["1f1b"]}),
+        ("tensor", {"name": "megatron", "axis": None}),
+        ("tensor", {"name": "megatron", "sequence_parallel": "no"}),
+        ("data", {"name": "fsdp", "prefetch": "x"}),
+        ("data", {"name": "fsdp", "prefetch": True}),
+        ("serve", {"name": "continuous", "chunk": None}),
+        ("sync", {"name": "streaming", "inner_steps": "x"}),
+        ("sync", {"name": "streaming", "inner_steps": 4, "outer_lr": float("nan")}),
+    ],
+)
+def test_options_of_another_kind_are_refused(family, options):
+    with pytest.raises(JobError) as caught:
+        build(family, options)
+    assert caught.value.code == "job/bad-value"
+
+
+def test_fewer_than_no_units_cannot_be_gathered_ahead():
+    with pytest.raises(PlanError) as caught:
+        build("data", {"name": "fsdp", "prefetch": -1})
+    assert caught.value.code == "plan/illegal" and caught.value.legal == (0,)
 
 
 def test_a_name_is_registered_once():

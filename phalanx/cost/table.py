@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from phalanx.action import Action, Collective, Compute, Move, Send
 from phalanx.errors import JobError, WorldError, nearest_names
+from phalanx.strict import read_value
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,7 @@ class TableCost:
         latency_frac: share of a transfer that is latency (see `CostModel.transfer_latency_s`).
 
     Raises:
-        JobError: `job/bad-value` for a negative price.
+        JobError: `job/bad-value` for a price that is no finite number or negative.
         WorldError: `world/unbound` when asked for a name that the table does not have.
     """
 
@@ -32,8 +33,9 @@ class TableCost:
 
     def __post_init__(self) -> None:
         for name, value in self.seconds.items():
-            if not value >= 0:
-                raise JobError("job/bad-value", f"cost.{name}", value, "a price must be >= 0")
+            if read_value(value, float, f"cost.{name}") < 0:
+                rule = "a price must be at least 0"
+                raise JobError("job/bad-value", f"cost.{name}", value, rule, legal=[0])
 
     def _price(self, action: Action, axis: str = "") -> float:
         operator = action.operator

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-import tomllib
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from phalanx.errors import JobError, nearest_names
+from phalanx.errors import JobError, nearest_names, shown
+from phalanx.strict import parse_toml, read_value
 from phalanx.units import UNITS, parse_quantity
 
 # name in the file -> dimension; all are required, so that no cost model has to guess
@@ -25,6 +25,8 @@ _FIGURES = {
     "launch_overhead": "s",
     "price": "usd_per_h",
 }
+_DIVIDED_BY = ("flops_per_s", "bytes", "bytes_per_s")  # by cost models: zero would be no machine
+MAX_DEVICES = 10_000_000  # of a cluster; every rank takes memory in a plan
 _SOURCES = ("formula", "simulated", "measured", "published", "assumption")
 
 
@@ -102,19 +104,23 @@ def read_machine(name: str) -> Machine:
     """A machine by its name, or by the path of a TOML file.
 
     Raises:
-        JobError: `registry/unknown` with the nearest machines; `job/missing`, `job/unknown-key` or
-            `unit/unknown` for a file that is incomplete or says something else.
+        JobError: `registry/unknown` with the nearest machines; `job/missing`, `job/unknown-key`,
+            `job/bad-value`, `job/syntax` or `unit/unknown` for a file that is incomplete or says
+            something else.
     """
-    path = Path(name) if name.endswith(".toml") else _folder() / f"{name}.toml"
-    if not path.is_file():
-        known = machine_names()
-        legal = nearest_names(name, known) or known
-        raise JobError("registry/unknown", "machine", repr(name), "no such machine", legal=legal)
-    try:
-        table = tomllib.loads(path.read_text())
-    except tomllib.TOMLDecodeError as error:
-        raise JobError("job/syntax", str(path), None, str(error)) from None
-    return _machine(table, path)
+    known = machine_names()
+    is_path = name.endswith(".toml")
+    rule = "no such machine"
+    if is_path or name in known:
+        path = Path(name) if is_path else _folder() / f"{name}.toml"
+        try:
+            content = path.read_bytes()
+        except (OSError, ValueError) as error:  # ValueError: a path with a NUL
+            rule = getattr(error, "strerror", None) or str(error)
+        else:
+            return _machine(parse_toml(content, str(path)), path)
+    legal = nearest_names(name, known) or known
+    raise JobError("registry/unknown", "machine", shown(name), rule, legal=legal)
 
 
 def _machine(table: dict[str, Any], path: Path) -> Machine:
@@ -129,7 +135,11 @@ def _machine(table: dict[str, Any], path: Path) -> Machine:
         if name not in table:
             raise JobError("job/missing", f"{path.name}: {name}", None, "every machine needs it")
     figures = {name: _figure(table[name], name, path.name) for name in _FIGURES}
-    title, domain = str(table["title"]), int(table["devices_per_domain"])
+    title = read_value(table["title"], str, f"{path.name}: title")
+    where = f"{path.name}: devices_per_domain"
+    domain = read_value(table["devices_per_domain"], int, where)
+    if domain < 1:
+        raise JobError("job/bad-value", where, domain, "must be at least 1", legal=[1])
     return Machine(name=path.stem, title=title, devices_per_domain=domain, **figures)
 
 
@@ -137,15 +147,22 @@ def _figure(entry: Any, name: str, file: str) -> Figure:
     where = f"{file}: {name}"
     if not isinstance(entry, dict) or set(entry) != {"value", "kind", "source", "date"}:
         rule = "must be a table with value, kind, source and date"
-        raise JobError("job/bad-value", where, entry, rule)
-    if entry["kind"] not in _SOURCES:
-        raise JobError(
-            "job/bad-value", f"{where}.kind", entry["kind"], "no such kind", legal=_SOURCES
-        )
-    dimension = _FIGURES[name]
+        raise JobError("job/bad-value", where, shown(entry), rule)
+    kind = read_value(entry["kind"], str, f"{where}.kind")
+    if kind not in _SOURCES:
+        raise JobError("job/bad-value", f"{where}.kind", kind, "no such kind", legal=_SOURCES)
+    source = read_value(entry["source"], str, f"{where}.source")
+    date = read_value(entry["date"], str, f"{where}.date")
+    return Figure(_amount(entry["value"], _FIGURES[name], f"{where}.value"), kind, source, date)
+
+
+def _amount(text: Any, dimension: str, where: str) -> float:
     assert dimension in UNITS
-    value = parse_quantity(entry["value"], dimension, f"{where}.value")
-    return Figure(value, entry["kind"], entry["source"], str(entry["date"]))
+    value = read_value(parse_quantity(text, dimension, where), float, where)
+    if value < 0 or (value == 0 and dimension in _DIVIDED_BY):
+        rule = "must be above 0" if dimension in _DIVIDED_BY else "must be at least 0"
+        raise JobError("job/bad-value", where, shown(text), rule)
+    return value
 
 
 def parse_cluster(text: str) -> Cluster:
@@ -155,9 +172,15 @@ def parse_cluster(text: str) -> Cluster:
         JobError: `job/bad-value` for another form, `registry/unknown` for an unknown machine.
     """
     match = re.fullmatch(r"(?:(\d+)[xX*])?([\w.\-/]+)", text.strip())
-    if match is None or match[1] == "0":
-        raise JobError(
-            "job/bad-value", "cluster", repr(text), "must be COUNTxMACHINE", legal=["8xh100"]
-        )
+    if match is None:
+        rule = "must be COUNTxMACHINE"
+        raise JobError("job/bad-value", "cluster", shown(text), rule, legal=["8xh100"])
     name = match[2] if match[2].endswith(".toml") else match[2].lower()
-    return Cluster(read_machine(name), int(match[1] or 1))
+    digits = (match[1] or "1").lstrip("0")
+    if not digits:
+        rule = "must have at least one device"
+        raise JobError("job/bad-value", "cluster", shown(text), rule, legal=[f"1x{name}"])
+    if len(digits) > len(str(MAX_DEVICES)) or int(digits) > MAX_DEVICES:
+        rule, legal = f"must have at most {MAX_DEVICES:,} devices", [f"{MAX_DEVICES}x{name}"]
+        raise JobError("job/bad-value", "cluster", shown(text), rule, legal=legal)
+    return Cluster(read_machine(name), int(digits))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import Field, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from phalanx.errors import JobError, nearest_names
+from phalanx.errors import JobError, nearest_names, shown
 from phalanx.job.sections import (
     SECTIONS,
     DataSection,
@@ -21,9 +22,8 @@ from phalanx.job.sections import (
     ServeSection,
     TrainSection,
 )
+from phalanx.strict import parse_toml, read_field
 from phalanx.units import parse_quantity
-
-_WORDS_OF_TRUTH = {"true": True, "false": False}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +65,17 @@ class Job:
         return hashlib.sha256(json.dumps(table, sort_keys=True).encode()).hexdigest()[:16]
 
 
+@dataclass(frozen=True, slots=True)
+class _Given:
+    """A value with its origin; the text of a flag stands for what it looks like."""
+
+    value: Any
+    origin: str
+
+    def plain(self) -> Any:
+        return _plain(self.value) if self.origin == "flag" else self.value
+
+
 def load_job(path: str | Path | None = None, flags: Mapping[str, Any] | None = None) -> Job:
     """Read a job file and let dotted flags override it.
 
@@ -76,15 +87,15 @@ def load_job(path: str | Path | None = None, flags: Mapping[str, Any] | None = N
         JobError: `job/not-found`, `job/syntax`, `job/unknown-key` with the nearest keys,
             `job/bad-value`, `unit/unknown`, `job/missing` for a model that is not named.
     """
-    text, source = _read(path)
-    given: dict[str, tuple[Any, str]] = {}
+    text = _read(path)
+    given: dict[str, _Given] = {}
     for dotted, value in _flatten(text, str(path)):
-        given[dotted] = value, f"{source}:{_line_of(text, dotted)}"
+        given[dotted] = _Given(value, f"{Path(path or '').name}:{_line_of(text, dotted)}")
     for dotted, value in (flags or {}).items():
         _require_key(dotted, f"--{dotted}")
-        given[dotted] = value, "flag"
+        given[dotted] = _Given(value, "flag")
     sections = {name: _section(name, given) for name in SECTIONS}
-    origin = {dotted: where for dotted, (_, where) in given.items()}
+    origin = {dotted: each.origin for dotted, each in given.items()}
     job = Job(name=Path(path).stem if path else "job", origin=origin, **sections)
     if not job.model.name:
         rule = "say which model: a folder, a Hub name, 'gemma3-270m', 'tiny' or 'toy'"
@@ -115,32 +126,30 @@ def parse_flags(arguments: Sequence[str]) -> dict[str, str]:
     return flags
 
 
-def _read(path: str | Path | None) -> tuple[str, str]:
+def _read(path: str | Path | None) -> str:
     if path is None:
-        return "", ""
+        return ""
     try:
-        return Path(path).read_text(), Path(path).name
-    except OSError as error:
-        here = (
-            [str(p) for p in Path(path).parent.glob("*.toml")] if Path(path).parent.is_dir() else []
-        )
+        return Path(path).read_bytes().decode()
+    except UnicodeDecodeError as error:
+        raise JobError("job/syntax", str(path), None, str(error)) from None
+    except (OSError, ValueError) as error:  # ValueError: a path with a NUL
+        folder = Path(path).parent
+        here = [str(each) for each in folder.glob("*.toml")] if os.path.isdir(folder) else []
+        rule = getattr(error, "strerror", None) or str(error)
         legal = nearest_names(str(path), here)
-        raise JobError(
-            "job/not-found", "job file", path, str(error.strerror), legal=legal
-        ) from None
+        raise JobError("job/not-found", "job file", path, rule, legal=legal) from None
 
 
 def _flatten(text: str, path: str) -> Iterator[tuple[str, Any]]:
-    try:
-        table = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise JobError("job/syntax", path, None, str(error)) from None
-    for section, content in table.items():
+    for section, content in parse_toml(text, path).items():
         if section not in SECTIONS:
             raise _unknown(f"{path}: [{section}]", section, SECTIONS)
         if not isinstance(content, dict):
-            raise JobError("job/bad-value", section, content, "must be a table of keys")
+            raise JobError("job/bad-value", section, shown(content), "must be a table of keys")
         for name, value in content.items():
+            if "." in name:  # a quoted key
+                raise _unknown(f"{path}: {section}.{name}", name, _fields(section))
             _require_key(f"{section}.{name}", f"{path}: {section}.{name}")
             yield f"{section}.{name}", value
 
@@ -157,9 +166,9 @@ def _require_key(dotted: str, where: str) -> None:
     section, _, rest = dotted.partition(".")
     if section not in SECTIONS:
         raise _unknown(where, section, SECTIONS)
-    name, _, inner = rest.partition(".")
+    name, is_inside, inner = rest.partition(".")
     known = _fields(section)
-    if name not in known or (inner and not _is_table(known[name])):
+    if name not in known or (is_inside and not (inner and _is_table(known[name]))):
         everywhere = [f"{s}.{n}" for s in SECTIONS for n in _fields(s)]
         close = [f"{section}.{n}" for n in nearest_names(name, known)]
         legal = close or nearest_names(dotted, everywhere)
@@ -170,19 +179,16 @@ def _is_table(each: Field) -> bool:
     return str(each.type).startswith(("Mapping", "Any"))
 
 
-def _section(section: str, given: Mapping[str, tuple[Any, str]]) -> Any:
+def _section(section: str, given: Mapping[str, _Given]) -> Any:
     values: dict[str, Any] = {}
     for name, each in _fields(section).items():
         dotted = f"{section}.{name}"
         if dotted in given:
-            values[name] = _typed(each, given[dotted][0], dotted)
-        inner = {
-            k[len(dotted) + 1 :]: v for k, (v, _) in given.items() if k.startswith(f"{dotted}.")
-        }
+            values[name] = _typed(section, each, given[dotted])
+        inner = {k[len(dotted) + 1 :]: v for k, v in given.items() if k.startswith(f"{dotted}.")}
         if inner:
-            values[name] = _opened(values.get(name), dotted) | {
-                k: _plain(v) for k, v in inner.items()
-            }
+            table = _opened(values.get(name), dotted) | {k: v.plain() for k, v in inner.items()}
+            values[name] = read_field(SECTIONS[section], each, table, dotted)
     return SECTIONS[section](**values)
 
 
@@ -199,40 +205,18 @@ def _plain(value: Any) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        return tomllib.loads(f"value = {value}")["value"]
-    except tomllib.TOMLDecodeError:
+        table = tomllib.loads(f"value = {value}")
+    except (ValueError, RecursionError):
         return value
+    return table["value"] if len(table) == 1 else value
 
 
-def _typed(each: Field, value: Any, dotted: str) -> Any:
-    kind = str(each.type)
+def _typed(section: str, each: Field, given: _Given) -> Any:
+    dotted = f"{section}.{each.name}"
+    value = given.value if each.type == "str" else given.plain()
     if each.metadata["unit"]:
-        value = parse_quantity(_plain(value), each.metadata["unit"], dotted)
-    elif kind != "str":
-        value = _plain(value)
-    if kind == "float" and isinstance(value, int) and not isinstance(value, bool):
-        value = float(value)
-    if kind == "tuple" and isinstance(value, list):
-        value = tuple(value)
-    legal_type = {"str": str, "int": int, "float": float, "bool": bool, "tuple": tuple}.get(kind)
-    if kind.startswith("Mapping"):
-        legal_type = dict
-    if legal_type and (not isinstance(value, legal_type) or (kind == "int" and value is True)):
-        rule = f"must be {'a table' if legal_type is dict else legal_type.__name__}"
-        raise JobError("job/bad-value", dotted, repr(value), rule)
-    _require_range(each, value, dotted)
-    return value
-
-
-def _require_range(each: Field, value: Any, dotted: str) -> None:
-    choices, low, high = (each.metadata[name] for name in ("choices", "low", "high"))
-    if choices and value not in choices:
-        near = nearest_names(value, choices) or choices
-        raise JobError("job/bad-value", dotted, repr(value), "no such choice", legal=near)
-    if low is not None and value < low:
-        raise JobError("job/bad-value", dotted, value, f"must be at least {low}", legal=[low])
-    if high is not None and value > high:
-        raise JobError("job/bad-value", dotted, value, f"must be at most {high}", legal=[high])
+        value = parse_quantity(value, each.metadata["unit"], dotted)
+    return read_field(SECTIONS[section], each, value, dotted)
 
 
 def _line_of(text: str, dotted: str) -> int:

@@ -10,6 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from phalanx.hardware.load import MAX_DEVICES
+
+_POLICY = str | Mapping[str, Any]  # its name, or its name and options
+
 
 def key(
     default: Any,
@@ -19,6 +23,7 @@ def key(
     choices: Sequence[str] = (),
     low: float | None = None,
     high: float | None = None,
+    kind: Any = None,
 ) -> Any:
     """A field of a section.
 
@@ -27,9 +32,11 @@ def key(
         doc: one line for `phalanx init` and `job show`.
         unit: dimension in `units.UNITS`; strings such as "80 GiB" are converted to SI.
         choices: legal words.
-        low, high: inclusive range.
+        low, high: inclusive range, also of the members of a list or table.
+        kind: what is read, where the annotation is wider.
     """
-    metadata = {"doc": doc, "unit": unit, "choices": tuple(choices), "low": low, "high": high}
+    limits = {"choices": tuple(choices), "low": low, "high": high}
+    metadata = {"doc": doc, "unit": unit, "kind": kind} | limits
     if isinstance(default, dict):
         return field(default_factory=lambda: dict(default), metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -76,7 +83,9 @@ class TrainSection:
     seed: int = key(0, "of initial values, order of samples and dropout", low=0)
     eval_rows: int = key(64, "held-out rows per evaluation", low=1)
     eval_every: int = key(0, "steps between evaluations (0: before and after only)", low=0)
-    item_tokens: tuple = key((), "tokens of each micro-batch, for 'toy'")
+    item_tokens: tuple = key(
+        (), "tokens of each micro-batch, for 'toy'", kind=tuple[int, ...], low=0
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,16 +120,24 @@ class PlanSection:
     """How and where; never changes the result."""
 
     on: str = key("here", "cluster: 'here', or shorthand such as '8xh100'")
-    devices: int = key(0, "how many devices to use (0: all of the cluster)", low=0)
+    devices: int = key(
+        0, "how many devices to use (0: all of the cluster)", low=0, high=MAX_DEVICES
+    )
     mesh: Mapping[str, int] = key({}, "axis sizes, outermost first; must multiply to the devices")
-    pipeline: Any = key("gpipe", "schedule: a name, or a table with its options")
-    data: Any = key("fsdp", "data parallelism: a name, a table, or a list of them")
-    tensor: Any = key("", "tensor parallelism: a name or a table ('' = none)")
-    context: Any = key("", "context parallelism: a name or a table ('' = none)")
-    serve: Any = key("continuous", "serving scheduler: a name or a table")
+    pipeline: Any = key("gpipe", "schedule: a name, or a table with its options", kind=_POLICY)
+    data: Any = key(
+        "fsdp",
+        "data parallelism: a name, a table, or a list of them",
+        kind=_POLICY | list[_POLICY],
+    )
+    tensor: Any = key("", "tensor parallelism: a name or a table ('' = none)", kind=_POLICY)
+    context: Any = key("", "context parallelism: a name or a table ('' = none)", kind=_POLICY)
+    serve: Any = key("continuous", "serving scheduler: a name or a table", kind=_POLICY)
     grain: str = key("operator", "of simulation", choices=("operator", "unit", "stage"))
     profile_steps: int = key(0, "steps of which every operator is recorded", low=0)
-    costs: Mapping[str, float] = key({}, "seconds per op, instead of the machine's rates (toys)")
+    costs: Mapping[str, float] = key(
+        {}, "seconds per op, instead of the machine's rates (toys)", low=0.0
+    )
 
 
 SECTIONS: dict[str, type] = {

@@ -14,7 +14,7 @@ from phalanx.check import check_program
 from phalanx.cost.base import CostModel
 from phalanx.cost.roofline import RooflineCost
 from phalanx.cost.table import TableCost
-from phalanx.errors import JobError
+from phalanx.errors import JobError, shown
 from phalanx.hardware import Cluster, parse_cluster
 from phalanx.job import Job
 from phalanx.lower import lower
@@ -24,6 +24,7 @@ from phalanx.plan import Plan, Pool, RoleProgram
 from phalanx.planner.work import work_of
 from phalanx.policy import Order, Spec
 from phalanx.registry import build
+from phalanx.strict import read_value
 from phalanx.workload import StepWork
 
 # AdamW keeps fp32 moments; gradients are kept in fp32; half-precision weights that are trained
@@ -125,14 +126,18 @@ def policy_tables(job: Job, mesh: Mesh) -> tuple[dict[str, Any], list[dict[str, 
 
     A spec without a named axis takes its own default; specs on axes that the mesh lacks are left
     to `lower`, which refuses them, except the default data spec of a job that names none.
+
+    Raises:
+        JobError: `job/bad-value` for what is neither a name nor a table, `job/unknown-key` for a
+            table that names a family itself.
     """
-    order = {"family": "pipeline"} | _table(job.plan.pipeline)
+    order = _table("pipeline", job.plan.pipeline)
     data = job.plan.data if isinstance(job.plan.data, list) else [job.plan.data]
     if "plan.data" not in job.origin and "shard" not in mesh.names:
         data = []
     chosen = [("data", entry) for entry in data]
     chosen += [("tensor", job.plan.tensor), ("context", job.plan.context)]
-    specs = [{"family": family} | _table(entry) for family, entry in chosen if entry]
+    specs = [_table(family, entry) for family, entry in chosen if entry]
     return order, specs
 
 
@@ -158,12 +163,14 @@ def _inside(mesh: Mesh, axis: str, domain: int) -> bool:
     return all(len({rank // domain for rank in group}) == 1 for group in mesh.groups(axis))
 
 
-def _table(entry: Any) -> dict[str, Any]:
-    if isinstance(entry, str):
-        return {"name": entry}
-    if isinstance(entry, Mapping):
-        return dict(entry)
-    raise JobError("job/bad-value", "plan", entry, "a policy is a name or a table")
+def _table(family: str, entry: Any) -> dict[str, Any]:
+    where = f"plan.{family}"
+    given = read_value(entry, str | Mapping[str, Any], where)
+    options = {"name": given} if isinstance(given, str) else given
+    if "family" in options:
+        rule = f"the key {family!r} of [plan] says it already"
+        raise JobError("job/unknown-key", f"{where}.family", shown(options["family"]), rule)
+    return {"family": family} | options
 
 
 def _options(table: Mapping[str, Any]) -> dict[str, Any]:

@@ -23,7 +23,18 @@ def test_cluster_shorthand(text, count, name):
 
 @pytest.mark.parametrize(
     ("text", "code"),
-    [("8xh10", "registry/unknown"), ("0xh100", "job/bad-value"), ("8 h100", "job/bad-value")],
+    [
+        ("8xh10", "registry/unknown"),
+        ("0xh100", "job/bad-value"),
+        ("00xh100", "job/bad-value"),
+        ("8 h100", "job/bad-value"),
+        ("10000001xh100", "job/bad-value"),
+        ("1" * 5000 + "xh100", "job/bad-value"),
+        ("8x" + "a" * 5000, "registry/unknown"),
+        ("8x" + "a" * 5000 + ".toml", "registry/unknown"),
+        ("8x../hardware/h100", "registry/unknown"),
+    ],
+    ids=lambda value: value[-18:],
 )
 def test_bad_clusters_are_refused_with_a_way_out(text, code):
     with pytest.raises(JobError) as caught:
@@ -40,7 +51,18 @@ def test_bad_clusters_are_refused_with_a_way_out(text, code):
         ('kind = "measured"', 'kind = "guess"', "job/bad-value"),
         ('date = "2025"', "", "job/bad-value"),
         ("[memory]", "[memory", "job/syntax"),
+        ("devices_per_domain = 8", "devices_per_domain = 0", "job/bad-value"),
+        ("devices_per_domain = 8", "devices_per_domain = 1.5", "job/bad-value"),
+        ("devices_per_domain = 8", "devices_per_domain = inf", "job/bad-value"),
+        ("devices_per_domain = 8", "devices_per_domain = [8]", "job/bad-value"),
+        ("devices_per_domain = 8", "devices_per_domain = 'x'", "job/bad-value"),
+        ('value = "80 GB"', "value = nan", "job/bad-value"),
+        ('value = "80 GB"', 'value = "0 GB"', "job/bad-value"),
+        ('value = "5 us"', 'value = "-5 us"', "job/bad-value"),
+        ('date = "2025"', "date = 2025-01-01", "job/bad-value"),
+        ("[memory]", "x = " + "[" * 50_000 + "\n[memory]", "job/syntax"),
     ],
+    ids=lambda value: value[:28],
 )
 def test_incomplete_machine_files_are_refused(tmp_path, old, new, code):
     source = _text("h100")
@@ -50,6 +72,14 @@ def test_incomplete_machine_files_are_refused(tmp_path, old, new, code):
     with pytest.raises(JobError) as caught:
         read_machine(str(path))
     assert caught.value.code == code
+
+
+def test_a_machine_file_that_is_no_text_is_refused(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_bytes(b"\xff")
+    with pytest.raises(JobError) as caught:
+        read_machine(str(path))
+    assert caught.value.code == "job/syntax"
 
 
 def _text(name):

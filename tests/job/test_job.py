@@ -77,6 +77,17 @@ def test_the_plan_section_never_changes_the_result_key(job_file):
         ("--data.held_out_frac", "0.9", "job/bad-value", 0.5),
         ("--limits.memory_bytes", "3 Gb", "unit/unknown", "GB"),
         ("--limits.time_s", "3 hours", "unit/unknown", None),
+        ("--limits.time_s", "inf", "job/bad-value", None),
+        ("--train.lr", "nan", "job/bad-value", None),
+        ("--train.item_tokens", "[5, -1]", "job/bad-value", 0),
+        ("--train.item_tokens", "[true]", "job/bad-value", None),
+        ("--train.steps", "1\nb = 2", "job/bad-value", None),
+        ("--model.layers.", "3", "job/unknown-key", "model.layers"),
+        ("--plan.pipeline", "3", "job/bad-value", None),
+        ("--plan.data", "[3]", "job/bad-value", None),
+        ("--plan.mesh.pp", "2.0", "job/bad-value", 2),
+        ("--plan.costs.send", "'x'", "job/bad-value", None),
+        ("--plan.devices", "99_999_999", "job/bad-value", 10_000_000),
     ],
 )
 def test_bad_values_are_refused_with_the_nearest_legal_ones(job_file, flag, value, code, legal):
@@ -90,6 +101,59 @@ def test_flags_that_are_not_dotted_or_lack_a_value_are_refused(arguments):
     with pytest.raises(JobError) as caught:
         parse_flags(arguments)
     assert caught.value.code == "job/syntax"
+
+
+def test_flags_are_text_and_files_are_not(tmp_path):
+    flags = ["--model.name", "toy", "--train.steps", "5", "--model.dtype", "float32"]
+    assert load_job(None, parse_flags(flags)).train.steps == 5
+    path = tmp_path / "words.toml"
+    path.write_text("[model]\nname = 'toy'\n[plan]\npipeline = 'true'\n")
+    assert load_job(path).plan.pipeline == "true"
+
+
+def test_a_flag_that_reaches_into_no_table_is_refused():
+    flags = parse_flags(["--model.name=toy", "--plan.pipeline=3", "--plan.pipeline.x=2"])
+    with pytest.raises(JobError, match=r"plan\.pipeline = 3: must be text or a table"):
+        load_job(None, flags)
+
+
+DEEP = ".".join("a" * 3000)
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        (b"\xff", "job/syntax"),
+        (b"x = " + b"[" * 100_000, "job/syntax"),
+        (b"[train]\nsteps = " + b"1" * 5000, "job/syntax"),
+        (b"[train]\nsteps = 0x" + b"f" * 5000, "job/bad-value"),
+        (b"[train]\nsteps = '5'", "job/bad-value"),
+        (b"[train]\nlr = 0x" + b"f" * 300, "job/bad-value"),
+        (b"[limits]\ntime_s = 0x" + b"f" * 300, "job/bad-value"),
+        (b"[plan]\npipeline = {name = '1f1b', since = 2024-01-01}", "job/bad-value"),
+        (f"[plan]\npipeline.{DEEP} = 1".encode(), "job/bad-value"),
+        (f"[plan]\ncosts.{DEEP} = 1".encode(), "job/bad-value"),
+        (b"[model]\n'layers.' = 3", "job/unknown-key"),
+        (b"[plan]\n'pipeline.name' = '1f1b'", "job/unknown-key"),
+        (b'["two\\nlines"]', "job/unknown-key"),
+    ],
+    ids=lambda value: repr(value[:24]),
+)
+def test_files_that_break_readers_are_refused_in_one_line(tmp_path, text, code):
+    path = tmp_path / "bad.toml"
+    path.write_bytes(text)
+    with pytest.raises(JobError) as caught:
+        load_job(path)
+    assert caught.value.code == code and len(str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "path", ["a\0b", "x" * 5000, "x" * 5000 + "/a.toml", "/"], ids=lambda p: p[-6:]
+)
+def test_paths_of_no_file_are_refused(path):
+    with pytest.raises(JobError) as caught:
+        load_job(path)
+    assert caught.value.code == "job/not-found"
 
 
 @pytest.mark.parametrize(

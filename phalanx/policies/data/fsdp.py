@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from phalanx.errors import PlanError
 from phalanx.policy import Exchange, Rule, Spec
 from phalanx.registry import Source, register
 
@@ -48,6 +49,9 @@ class Fsdp(Spec):
     forward pass and holds only frozen parameters is gathered once and kept, as it never changes;
     adapters are gathered before the forward pass and reduced after the backward pass of the model.
     Torch prefetches one unit backward even when `prefetch` is 0.
+
+    Raises:
+        PlanError: `plan/illegal` for a negative `prefetch`.
     """
 
     axis: str = "shard"
@@ -58,6 +62,11 @@ class Fsdp(Spec):
     reduce_every_item: bool = False
     param_dtype: str = ""
     reduce_dtype: str = ""
+
+    def __post_init__(self) -> None:
+        if self.prefetch < 0:
+            where, rule = "policy.data.prefetch", "units gathered ahead cannot be fewer than 0"
+            raise PlanError("plan/illegal", where, self.prefetch, rule, legal=[0])
 
     def rules(self) -> tuple[Rule, ...]:
         """Rules for the adapters, for the units, and for the root, which is everything else."""
