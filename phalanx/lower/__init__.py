@@ -125,6 +125,13 @@ def _require_legal(mesh: Mesh, specs: Sequence[Spec], grain: str) -> None:
             where = f"policy.{spec.family}.axis"
             rule = f"{mesh!r} has no such axis"
             raise PlanError("plan/illegal", where, spec.axis, rule, legal=mesh.names)
+    for at, spec in enumerate(specs):
+        taken = {other.axis: other.family for other in specs[:at]}
+        if spec.axis in taken:
+            where = f"policy.{spec.family}.axis"
+            rule = f"the {taken[spec.axis]} policy has this axis already; one axis splits one thing"
+            free = [name for name in mesh.names if name not in {each.axis for each in specs}]
+            raise PlanError("plan/illegal", where, spec.axis, rule, legal=free)
 
 
 def _finish(chunks: Sequence[Chunk], placed: Placed, model_specs: Sequence[Spec]) -> list[Action]:
