@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -21,7 +21,7 @@ from phalanx.errors import JobError
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One packed row: documents one after another, no padding.
+    """One packed row: documents one after another.
 
     Attributes:
         tokens_S: int64 ids.
@@ -48,6 +48,23 @@ class MicroBatch:
     def global_tokens_S(self) -> np.ndarray:
         """Place of each token among all tokens of the step: the same on any world size."""
         return self.positions_S + self._per_token(self.offsets)
+
+    def extended(self, multiple: int) -> MicroBatch:
+        """The row with a document of filler behind it, to a whole multiple of tokens.
+
+        Nothing is learnt from the filler and nothing sees it. Libraries that compile a kernel per
+        shape (on CPUs) then meet few shapes.
+        """
+        length = len(self.tokens_S)
+        missing = -length % multiple
+        if not missing:
+            return self
+        return replace(
+            self,
+            tokens_S=np.concatenate([self.tokens_S, np.zeros(missing, dtype=np.int64)]),
+            document_starts=(*self.document_starts, length),
+            offsets=(*self.offsets, 0),
+        )
 
     def _per_token(self, per_document: tuple[int, ...]) -> np.ndarray:
         lengths = np.diff((*self.document_starts, len(self.tokens_S)))
@@ -138,6 +155,7 @@ def step_batch(
     num_ranks: int,
     rank: int,
     counted_weight: float = 0.0,
+    row_multiple: int = 1,
 ) -> StepBatch:
     """The rows of `rank` in the step whose first sample is `start`.
 
@@ -145,6 +163,7 @@ def step_batch(
         global_batch_tokens: tokens of the step on all data-parallel ranks.
         row_tokens: longest packed row, i.e. tokens of a micro-batch.
         counted_weight: extra work of a target, in tokens (the head): balances ranks by time.
+        row_multiple: rows are extended to a multiple of so many tokens (`MicroBatch.extended`).
 
     Raises:
         JobError: `job/bad-value` for a sample longer than a row.
@@ -156,7 +175,9 @@ def step_batch(
     rows = deal(lengths, work, row_tokens=row_tokens, num_ranks=num_ranks)
     before = np.concatenate([[0], np.cumsum(lengths)])
     mine = [
-        pack(stream, [counters[at] for at in row], [int(before[at]) for at in row])
+        pack(stream, [counters[at] for at in row], [int(before[at]) for at in row]).extended(
+            row_multiple
+        )
         for row in rows[rank::num_ranks]
     ]
     return StepBatch(tuple(mine), sum(counted), sum(lengths), counters.stop)
@@ -170,6 +191,7 @@ def whole_pass(
     num_ranks: int,
     rank: int,
     counted_weight: float = 0.0,
+    row_multiple: int = 1,
 ) -> StepBatch:
     """The first `num_samples` samples as one step: an evaluation pass."""
     total = sum(stream.length(counter) for counter in range(num_samples))
@@ -181,6 +203,7 @@ def whole_pass(
         num_ranks=num_ranks,
         rank=rank,
         counted_weight=counted_weight,
+        row_multiple=row_multiple,
     )
 
 

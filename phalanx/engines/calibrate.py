@@ -17,7 +17,7 @@ from statistics import median
 from time import perf_counter
 from typing import Any
 
-from phalanx.cost.training import Workload, workload_of
+from phalanx.cost.training import Workload, row_multiple, workload_of
 from phalanx.data.cached import cache_folder, cached_file, content_key
 from phalanx.data.prepare import Prepared
 from phalanx.doctor.machine import num_cores, processor_name
@@ -94,6 +94,7 @@ def workload(
         num_steps=train.steps,
         global_batch_tokens=train.global_batch_tokens,
         row_tokens=row_tokens or job.data.max_tokens,
+        multiple=row_multiple("cpu"),
         num_ranks=num_ranks,
         seed=train.seed,
         lora=lora,

@@ -21,7 +21,7 @@ from statistics import median
 from time import perf_counter
 from typing import Any
 
-from phalanx.cost.training import counted_weight
+from phalanx.cost.training import counted_weight, row_multiple
 from phalanx.data.batches import SampleStream, StepBatch, step_batch, whole_pass
 from phalanx.data.prepare import Prepared, prepare
 from phalanx.data.samples import Sample
@@ -54,8 +54,9 @@ def train(
     """Train what `job` asks as `plan.programs["train"]` says; every process of the role calls it.
 
     Of the role it reads: `mesh`, `specs` of the data family, `device`, `dtypes` ("master" of what
-    is trained, "compute", "reduce"), and `batch["row_tokens"]` (tokens of a packed row, i.e. of a
-    micro-batch; default `data.max_tokens`).
+    is trained, "compute", "reduce"), `batch["row_tokens"]` (tokens of a packed row, i.e. of a
+    micro-batch; default `data.max_tokens`) and `batch["row_multiple"]` (rows are filled up to a
+    multiple of it; default `cost.training.row_multiple`).
 
     Args:
         job: resolved job; the global batch, the learning rate and the data are its.
@@ -180,11 +181,13 @@ class _Run:
         self._pending: tuple[int, StepBatch, float, StepOutcome] | None = None
         self.step_s: list[float] = []
         self.num_tokens = self.num_counted = 0
+        batch = self.role.batch
         self.rows = {
-            "row_tokens": int(self.role.batch.get("row_tokens", self.job.data.max_tokens)),
+            "row_tokens": int(batch.get("row_tokens", self.job.data.max_tokens)),
             "num_ranks": self.model.data.num_ranks,
             "rank": self.model.data.rank,
             "counted_weight": counted_weight(self.source.config),
+            "row_multiple": int(batch.get("row_multiple", row_multiple(self.role.device))),
         }
 
     def _train(self) -> None:

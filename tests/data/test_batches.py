@@ -101,6 +101,17 @@ def test_packed_row_restarts_positions_and_predicts_within_documents():
     assert row.targets_N.tolist() == samples.tokens_T[counted].tolist()
 
 
+def test_filler_completes_a_row_and_teaches_nothing():
+    stream = batches.SampleStream(make_samples([4, 3, 6]))
+    row = batches.pack(stream, [0, 1, 2], [0, 4, 7])
+    full = row.extended(8)
+    assert len(full.tokens_S) == 16 and full.tokens_S[:13].tolist() == row.tokens_S.tolist()
+    assert full.document_starts == (*row.document_starts, 13)
+    assert full.positions_S[13:].tolist() == [0, 1, 2]
+    assert full.counted_N.tolist() == row.counted_N.tolist() and full.samples == row.samples
+    assert row.extended(13) is row
+
+
 def test_document_longer_than_a_row_is_refused():
     with pytest.raises(JobError, match="row_tokens = 16: a document has 17 tokens"):
         batches.deal([5, 17], [1.0, 1.0], row_tokens=16, num_ranks=2)

@@ -102,12 +102,13 @@ def losses(metrics):
 
 @pytest.mark.dist
 def test_losses_do_not_depend_on_ranks_rows_or_placement(tmp_path, source):
-    (result, metrics), _ = trained(tmp_path, source, "one")
+    (result, metrics), _ = trained(tmp_path, source, "one", batch={"row_multiple": 1})
     assert result.loss_after < result.loss_before
     expected = losses(metrics)
     layouts = [
         ("two", {"shard": 2}, (FSDP,), {}),
         ("rows", {"shard": 2}, (FSDP | {"reshard_after_forward": False},), {"row_tokens": 40}),
+        ("filled", {"shard": 2}, (FSDP,), {"row_multiple": 7}),
         ("copies", {"replicate": 3}, (REPLICATE,), {"row_tokens": 50}),
         ("hybrid", {"replicate": 2, "shard": 2}, (FSDP, REPLICATE), {}),
     ]

@@ -1,0 +1,159 @@
+"""Predictions of a training step: sizes by hand, and each term's law."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from phalanx.cost.training import Workload, counted_weight, predict, rate_key, workload_of
+from phalanx.data.samples import Sample, Samples
+from phalanx.models.operators import operators
+from phalanx.models.spec import LoraSpec, canonical_tensors, lora_tensors, small_config
+from phalanx.policies.data.fsdp import Fsdp
+from phalanx.policies.data.replicate import Replicate
+
+CONFIG = small_config(
+    vocab_size=101,
+    hidden_size=12,
+    intermediate_size=20,
+    num_layers=3,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=6,
+    dtype="bfloat16",
+)
+LORA = LoraSpec(rank=3, alpha=6.0)
+RATE_S = 1e-3
+
+
+def samples(lengths):
+    made = []
+    for key, length in enumerate(lengths):
+        counted = np.arange(length) >= length - 2
+        made.append(Sample(np.zeros(length, dtype=np.int32), counted, key))
+    return Samples.of(made)
+
+
+def work(lora=None, **changes):
+    dealt = workload_of(
+        samples([7, 9, 4, 12, 8, 5, 6, 11] * 4),
+        CONFIG,
+        num_steps=3,
+        global_batch_tokens=60,
+        row_tokens=20,
+        num_ranks=2,
+        lora=lora,
+    )
+    return Workload(**(vars(dealt) | changes))
+
+
+def rates(lora=None, **changes):
+    listed = operators(CONFIG, document_tokens=8, lora=lora)
+    table = {f"{rate_key(op, CONFIG)}.{phase}": RATE_S for op in listed for phase in "FB"}
+    table |= {"all_gather": 1e6, "reduce_scatter": 1e6, "optimizer": 0.0}
+    table |= {"runtime": 0.0, "kernels": 0.0} | changes
+    return {key: {"value": value} for key, value in table.items()}
+
+
+def test_workload_describes_the_dealt_rows():
+    dealt = work()
+    assert dealt.num_items == 2 and dealt.longest_row <= 20
+    assert 25 <= dealt.tokens <= 30 and dealt.row_tokens == round(dealt.tokens / 2)
+    assert all(sum(row) <= 20 for row in dealt.rows)
+    assert dealt.num_trained == sum(s.num_elements for s in canonical_tensors(CONFIG).values())
+    lora = work(LORA)
+    assert lora.num_trained == sum(s.num_elements for s in lora_tensors(CONFIG, LORA).values())
+    assert lora.lora == LORA
+
+
+def test_filler_counts_as_tokens():
+    dealt = work()
+    rounded = workload_of(
+        samples([7, 9, 4, 12, 8, 5, 6, 11] * 4),
+        CONFIG,
+        num_steps=3,
+        global_batch_tokens=60,
+        row_tokens=20,
+        num_ranks=2,
+        multiple=8,
+    )
+    assert all(sum(row) % 8 == 0 for row in rounded.rows) and rounded.longest_row in (16, 24)
+    assert rounded.tokens > dealt.tokens
+
+
+def test_seconds_are_tokens_times_rates():
+    step = work(LORA)
+    found = predict(CONFIG, step, [Replicate()], rates(LORA), num_ranks=1)
+    layers, norms, linears = CONFIG.num_layers, 6, 7
+    assert found.seconds["norm"] == pytest.approx((layers * norms + 1) * step.tokens * 2 * RATE_S)
+    assert found.seconds["linear"] == pytest.approx(layers * linears * step.tokens * 2 * RATE_S)
+    assert found.seconds["head"] == pytest.approx(step.counted * 2 * RATE_S)
+    assert found.step_s == pytest.approx(sum(found.seconds.values()))
+
+
+@pytest.mark.parametrize(
+    ("spec", "lora", "gathers"),
+    [
+        (Fsdp(reshard_after_forward=False), None, "all once"),
+        (Fsdp(), None, "layers twice an item"),
+        (Fsdp(reshard_after_forward=False), LORA, "adapters once"),
+        (Fsdp(), LORA, "frozen layers twice an item"),
+    ],
+)
+def test_gathered_bytes_follow_what_is_kept(spec, lora, gathers):
+    step = work(lora)
+    layers = {n: s for n, s in canonical_tensors(CONFIG).items() if ".layers." in n}
+    root = {n: s for n, s in canonical_tensors(CONFIG).items() if n not in layers}
+    adapters = lora_tensors(CONFIG, LORA)
+
+    def padded(tensors):
+        rows = (-(-s.shape[0] // 2) * 2 * s.num_elements // s.shape[0] for s in tensors.values())
+        return 2 * sum(rows)  # bfloat16
+
+    expected = {
+        "all once": padded(layers) + padded(root),
+        "layers twice an item": 2 * step.num_items * padded(layers) + padded(root),
+        "adapters once": padded(adapters),
+        "frozen layers twice an item": 2 * step.num_items * padded(layers) + padded(adapters),
+    }[gathers]
+    found = predict(CONFIG, step, [spec], rates(lora), num_ranks=2)
+    assert found.seconds["gather"] == pytest.approx(expected / 1e6)
+
+
+def test_bytes_of_a_rank_by_hand():
+    step = work(LORA)
+    specs = [Fsdp(reshard_after_forward=False)]
+    found = predict(CONFIG, step, specs, rates(LORA, kernels=7.0), num_ranks=2)
+    base = canonical_tensors(CONFIG).values()
+    adapters = lora_tensors(CONFIG, LORA).values()
+
+    def shard(tensors):
+        return sum(-(-s.shape[0] // 2) * s.num_elements // s.shape[0] for s in tensors)
+
+    terms = found.terms
+    assert terms["weights"] == 2 * shard(base) + 4 * shard(adapters)
+    assert terms["gathered"] == 2 * 2 * (shard(base) + shard(adapters))
+    assert terms["optimizer"] == 8 * shard(adapters)
+    listed = operators(CONFIG, document_tokens=step.document_tokens, lora=LORA)
+    saved = sum(op.saved_bytes_per_token for op in listed if op.op != "head")
+    assert terms["activations"] == step.longest_row * saved
+    assert found.peak_bytes == 2 * sum(terms.values()) and terms["kernels"] == 7.0
+
+
+def test_resharding_needs_less_memory_and_more_time():
+    step = work(num_items=2)
+    kept = predict(CONFIG, step, [Fsdp(reshard_after_forward=False)], rates(), num_ranks=4)
+    given_back = predict(CONFIG, step, [Fsdp()], rates(), num_ranks=4)
+    assert given_back.peak_bytes < kept.peak_bytes and given_back.step_s > kept.step_s
+
+
+def test_head_weighs_its_products_against_the_layers():
+    matrices = [s for n, s in canonical_tensors(CONFIG).items() if ".layers." in n]
+    layers = sum(s.num_elements for s in matrices if len(s.shape) == 2)
+    assert counted_weight(CONFIG) == pytest.approx(101 * 12 / layers)
+
+
+def test_rows_of_a_report_start_with_the_totals():
+    rows = predict(CONFIG, work(), [Fsdp()], rates(), num_ranks=2).rows()
+    assert [row["quantity"] for row in rows[:2]] == ["training/step time", "training/peak memory"]
+    assert {row["source"] for row in rows} == {"formula"}

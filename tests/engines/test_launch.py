@@ -1,0 +1,74 @@
+"""Several local processes: what they are told, what is heard, and what happens when one fails."""
+
+from __future__ import annotations
+
+import textwrap
+import time
+
+import pytest
+
+from phalanx.engines.launch import launch_local
+from phalanx.errors import WorldError
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    """Write a module and make child processes find it."""
+
+    def write(text: str) -> str:
+        (tmp_path / "child.py").write_text("import os, sys, time\n" + textwrap.dedent(text))
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+        return "child"
+
+    return write
+
+
+def test_ranks_get_torchruns_variables_and_rank_0_is_heard(module):
+    name = module(
+        """
+        names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR".split()
+        has_port = int(os.environ["MASTER_PORT"]) > 0
+        print(*(os.environ[name] for name in names), has_port, sys.argv[1])
+        """
+    )
+    lines = []
+    launch_local(name, ["argument"], 3, on_line=lines.append)
+    assert lines == ["0 0 3 3 127.0.0.1 True argument"]
+
+
+def test_first_failing_rank_is_named_and_the_others_end(module):
+    name = module(
+        """
+        if os.environ["RANK"] == "1":
+            print("data/row: rows.jsonl:3 = [1]: is a row of no known form", file=sys.stderr)
+            sys.exit(2)
+        time.sleep(60)
+        """
+    )
+    start_s = time.monotonic()
+    with pytest.raises(WorldError) as caught:
+        launch_local(name, [], 2)
+    assert time.monotonic() - start_s < 20
+    assert caught.value.code == "world/failed"
+    assert str(caught.value) == "rank 1: data/row: rows.jsonl:3 = [1]: is a row of no known form"
+
+
+def test_a_crash_shows_the_end_of_its_traceback(module):
+    name = module("raise RuntimeError('no such thing')")
+    with pytest.raises(WorldError, match="rank 0: RuntimeError: no such thing") as caught:
+        launch_local(name, [], 1)
+    assert "Traceback" in str(caught.value)
+
+
+def test_a_killed_rank_is_dead(module):
+    name = module("os.kill(os.getpid(), 9)")
+    with pytest.raises(WorldError, match="rank 0: was ended by signal 9") as caught:
+        launch_local(name, [], 1)
+    assert caught.value.code == "world/dead"
+
+
+def test_ranks_that_do_not_end_are_named(module):
+    name = module("time.sleep(60) if os.environ['RANK'] == '1' else None")
+    with pytest.raises(WorldError, match=r"ranks \[1\]: did not end within 0\.5 s") as caught:
+        launch_local(name, [], 2, timeout_s=0.5)
+    assert caught.value.code == "world/timeout"
