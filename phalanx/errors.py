@@ -40,7 +40,7 @@ CODES: dict[str, str] = {
     "check/memory": "a rank that needs more memory than it has",
     "check/handle": "memory that is taken twice or given back without being held",
     "check/label": "an action that waits for a label that its rank never has",
-    "plan/format": "a plan file of another format version",
+    "plan/format": "a file that is no plan, or one of another format version",
     "plan/hardware": "a plan made for other hardware",
     "plan/version": "a plan made with other library versions",
     "plan/job": "a plan made for another job",
