@@ -1,7 +1,9 @@
 """Actions that a real rank still has to carry out: lanes in order, `after` where one waits.
 
 The graph only; `local` and `dist` carry it out. A label in `after` means the action of the same
-batch (one load, one decision) or, where that has none, the latest one of an earlier batch.
+batch (one load, one decision) or, where that has none, the latest one of an earlier batch. Decided
+actions are forgotten once `KEEP_LABELS` others have ended after them; to wait for one is an error
+from then on.
 """
 
 from __future__ import annotations
@@ -10,11 +12,13 @@ from collections import deque
 from collections.abc import Container, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
-from phalanx.action import Action, Collective, Recv, Send, Timer
+from phalanx.action import Action, Alloc, Collective, Free, Recv, Send, Timer
 from phalanx.cost.collectives import wire_bytes
 from phalanx.errors import CheckError, nearest_names
 from phalanx.mesh import Mesh
 from phalanx.policy import Event
+
+KEEP_LABELS = 4096
 
 
 class Entry:
@@ -27,12 +31,13 @@ class Entry:
         start, end: moments of the world's clock (None before they come).
         under_way: started, and the world does not wait for its end.
         earlier: transfers that it waited for, until it ends.
+        freed_bytes: what a Free gives back.
         work: handle of a transfer whose end only its stream knows (None: it has really ended).
     """
 
     __slots__ = (
         *("action", "rank", "step", "planned", "waits", "starts", "later", "earlier"),
-        *("start", "end", "under_way", "ended", "work"),
+        *("start", "end", "under_way", "ended", "freed_bytes", "work"),
     )
 
     def __init__(self, action: Action, rank: int, step: int, planned: bool) -> None:
@@ -44,6 +49,7 @@ class Entry:
         self.under_way, self.ended = False, False
         self.start: Any = None
         self.end: Any = None
+        self.freed_bytes = 0.0
         self.work: Any = None
 
     def __str__(self) -> str:
@@ -77,9 +83,13 @@ class Entry:
             "start_s": start_s,
             "dur_s": end_s - start_s,
             "flops": getattr(action, "flops", 0.0),
-            "payload_bytes": getattr(action, "payload_bytes", getattr(action, "num_bytes", 0.0)),
+            "payload_bytes": getattr(action, "payload_bytes", 0.0),
         }
-        if isinstance(action, Send | Recv):
+        if isinstance(action, Alloc):
+            row["payload_bytes"] = action.num_bytes
+        elif isinstance(action, Free):
+            row["payload_bytes"] = self.freed_bytes
+        elif isinstance(action, Send | Recv):
             row |= {"axis": action.axis, "peer": mesh.peer(self.rank, action.axis, action.peer)}
             row["wire_bytes"] = action.payload_bytes if isinstance(action, Send) else 0.0
         elif isinstance(action, Collective):
@@ -112,6 +122,8 @@ class Pending:
         self.num_under_way = 0
         self._tails: dict[Hashable, Entry] = {}  # last entry of a lane, or of what meets in order
         self._labels: dict[str, Entry] = {}
+        self._ended_decisions: deque[Entry] = deque()  # labelled ones that may be waited for
+        self._held_bytes: dict[tuple[str, str], float] = {}  # (memory, tensor) -> its last Alloc's
 
     def add(self, actions: Iterable[Action], step: int, *, planned: bool) -> list[Entry]:
         """Queue a batch.
@@ -126,6 +138,7 @@ class Pending:
             self._follow_tails(entry)
             for label in entry.action.after:
                 self._follow(entry, self._find(entry, label, labels))
+            self._note_memory(entry)
         self._labels |= labels
         self.open |= dict.fromkeys(batch)
         if self._traced_steps is None or step in self._traced_steps:
@@ -155,6 +168,7 @@ class Pending:
         self._release(entry.starts)
         self._release(entry.later)
         entry.starts, entry.later = [], []
+        self._forget_oldest(entry)
 
     @property
     def num_blocked(self) -> int:
@@ -185,9 +199,27 @@ class Pending:
         found = labels.get(label) or self._labels.get(label)
         if found is None:
             legal = nearest_names(label, {**self._labels, **labels})
-            rule = "waits for a label that its rank never had"
+            rule = f"waits for a label that its rank never had in {KEEP_LABELS} decisions"
             raise CheckError("check/label", f"rank {self.rank}: {entry}", label, rule, legal=legal)
         return found
+
+    def _forget_oldest(self, ended: Entry) -> None:
+        """Labels of decisions are new ones for ever, unlike those of programs."""
+        if ended.planned or not ended.action.label:
+            return
+        self._ended_decisions.append(ended)
+        if len(self._ended_decisions) > KEEP_LABELS:
+            oldest = self._ended_decisions.popleft()
+            if self._labels.get(oldest.action.label) is oldest:
+                del self._labels[oldest.action.label]
+
+    def _note_memory(self, entry: Entry) -> None:
+        """A Free gives back what the Alloc before it in order of issue took."""
+        action = entry.action
+        if isinstance(action, Alloc):
+            self._held_bytes[action.memory, action.tensor] = action.num_bytes
+        elif isinstance(action, Free):
+            entry.freed_bytes = self._held_bytes.pop((action.memory, action.tensor), 0.0)
 
     def _follow_tails(self, entry: Entry) -> None:
         if isinstance(entry.action, Timer):
