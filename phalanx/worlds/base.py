@@ -33,7 +33,8 @@ class World(Protocol):
         ...
 
     def issue(self, actions: Sequence[Action]) -> None:
-        """Queue decided actions on the members that each action's `ranks` names."""
+        """Queue decided actions on the members that each action's `ranks` names; without any, on
+        the `members` of a collective that has some, else on everyone."""
         ...
 
     def agree(self, scope: str, decide: Callable[[], list[Action]]) -> list[Action]:
@@ -42,7 +43,8 @@ class World(Protocol):
         ...
 
     def next_events(self) -> list[Event]:
-        """Run until something happens that a policy may care about; [] when nothing ever will."""
+        """Run until something happens that a policy may care about; [] when nothing ever will. The
+        first call gives one "start" event, before anything runs."""
         ...
 
     def close(self) -> Trace:

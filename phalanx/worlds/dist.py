@@ -186,6 +186,14 @@ class DistWorld(RealWorld):
             self._finish(*done)
             return True
 
+    def end_transfers(self) -> None:
+        while self._waiters.num_open:
+            try:
+                done = self._waiters.next_done(0.0)
+            except Empty:
+                return
+            self._finish(*done)
+
     # ---- transfers -------------------------------------------------------------------------------
 
     def _start_collective(self, entry: Entry, action: Collective) -> None:
@@ -318,7 +326,12 @@ class DistWorld(RealWorld):
         return self._blame("world/timeout", suspects, rule)
 
     def _broken(self, entry: Entry, error: Exception) -> WorldError:
-        """The error for a transfer whose connection broke: whoever is silent now caused it."""
+        """The error for a transfer whose connection broke: whoever has ended, or is silent now,
+        caused it."""
+        ended = [r for r in self._others(entry) if self.pulse.last_words(r) == ENDED]
+        if ended:
+            rule = f"has {ENDED} without coming to {entry} of rank {self.rank}"
+            return self._blame("world/timeout", ended, rule)
         silent = self.pulse.find_silent(range(self.mesh.size))
         if silent:
             return self._blame("world/dead", silent, f"died; {entry} of rank {self.rank} broke off")

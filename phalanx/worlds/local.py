@@ -68,6 +68,9 @@ class LocalWorld(RealWorld):
     def await_transfer(self, until_s: float | None) -> bool:
         return False  # they end when the last one comes, never by themselves
 
+    def end_transfers(self) -> None:
+        pass  # as above
+
     def await_earlier(self, entry: Entry) -> None:
         pass
 

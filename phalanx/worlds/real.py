@@ -164,6 +164,10 @@ class RealWorld(ABC):
         `time.perf_counter`; False when none can end. The world calls `end` for what has ended."""
 
     @abstractmethod
+    def end_transfers(self) -> None:
+        """Call `end` for the transfers that have ended by now; waits for none."""
+
+    @abstractmethod
     def await_earlier(self, entry: Entry) -> None:
         """Make the transfers that `entry` waited for visible to it, where their end is not."""
 
@@ -222,6 +226,7 @@ class RealWorld(ABC):
     def _run_ready(self) -> None:
         for pending in self.pending.values():
             while pending.ready or pending.ready_transfers:
+                self.end_transfers()  # a compute takes long: what they held up must not wait for it
                 if pending.ready_transfers:
                     self.start_transfers(pending)
                 else:

@@ -48,13 +48,49 @@ def test_logs_and_results_are_those_of_the_other_worlds(name):
     sim_trace = drive(sim, program=program, num_steps=num_steps)
     for rank, (trace, tensors) in enumerate(played):
         assert trace.log(rank) == local_trace.log(rank) == sim_trace.log(rank)
-        for column in ("step", "item", "axis", "peer", "wire_bytes"):
+        for column in ("step", "item", "axis", "peer", "payload_bytes", "wire_bytes"):
             simulated = sim_trace.where(rank=rank).column(column).tolist()
             assert trace.column(column).tolist() == simulated, column
+            assert local_trace.where(rank=rank).column(column).tolist() == simulated, column
         expected = local.contexts[rank].tensors
         assert tensors.keys() == expected.keys()
         for handle, tensor in tensors.items():
             assert torch.equal(tensor.view(-1), expected[handle].view(-1)), handle
+
+
+def exchange_twice(rank: int, world_size: int) -> dict[str, bool]:
+    """Two exchanges in one lane beside computes of which the first outlasts the first exchange."""
+    mesh, entries = Mesh(dp=world_size), {}
+
+    def outlast(context, action) -> None:
+        end_s = time.monotonic() + 20.0
+        while not world._waiters._done.qsize():
+            assert time.monotonic() < end_s, "the first exchange does not end"
+            time.sleep(0.001)
+
+    def look(context, action) -> None:
+        for entry in world.pending[rank].kept:
+            entries[entry.action.label] = entry.start is not None
+
+    total = {"collective": "all_reduce", "axis": "dp", "tensor": "x", "lane": "axis:dp"}
+    total |= {"payload_bytes": programs.MESSAGE_BYTES}
+    actions = [
+        Compute(op="fill", label="fill"),
+        Collective(**total, label="one", after=("fill",)),
+        Collective(**total, label="two"),
+        Compute(op="outlast", label="outlast"),
+        Compute(op="look", label="look"),
+    ]
+    ops = programs.OPS | {"outlast": outlast, "look": look}
+    world = DistWorld(mesh, ops, rank, current_store(), timeout_s=20.0)
+    drive(world, program=Program.alike(mesh, actions))
+    return entries
+
+
+@pytest.mark.dist
+def test_an_exchange_starts_before_the_next_compute_once_the_one_before_it_has_ended():
+    for started in run_ranks(exchange_twice, 2, backend=None):
+        assert started["one"] and started["two"]
 
 
 class StreamOrdered(DistWorld):
