@@ -7,6 +7,7 @@ as Gemma 4 give sliding and full layers different head sizes.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import isqrt
 from typing import Any
 
 from phalanx.errors import JobError, nearest_numbers
@@ -45,7 +46,8 @@ class AttentionKind:
             if not (value is None and field == "window"):
                 _require_positive(f"{self.name} attention: {field}", value)
         if self.num_heads % self.num_kv_heads:
-            divisors = [n for n in range(1, self.num_heads + 1) if self.num_heads % n == 0]
+            low = [n for n in range(1, isqrt(self.num_heads) + 1) if self.num_heads % n == 0]
+            divisors = {*low, *(self.num_heads // n for n in low)}
             where = f"{self.name} attention: num_kv_heads"
             rule = f"must divide the {self.num_heads} query heads"
             near = nearest_numbers(self.num_kv_heads, divisors)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from phalanx.errors import JobError, nearest_names
+from phalanx.errors import JobError, nearest_names, shown
 from phalanx.models.architecture import (
     DTYPE_BYTES,
     AttentionKind,
@@ -15,6 +15,7 @@ from phalanx.models.architecture import (
     layer_pattern,
     small_config,
 )
+from phalanx.strict import read_value
 
 __all__ = [
     "DTYPE_BYTES",
@@ -28,6 +29,10 @@ __all__ = [
 
 _ARCHITECTURES = {"gemma3_text": "Gemma3ForCausalLM"}
 _KIND_NAMES = {"sliding_attention": "sliding", "full_attention": "full"}
+
+_TABLE = dict[str, Any] | None
+_MOST = 2**31 - 1  # no dimension of a tensor is longer
+_MOST_LAYERS = 100_000
 
 # Keys that every transformers config may carry and that change no number of the forward pass.
 _WITHOUT_EFFECT = frozenset(
@@ -48,15 +53,29 @@ def read_config(folder: str | Path) -> DecoderConfig:
         JobError: `job/not-found` without a readable config.json; otherwise as `parse_config`.
     """
     path = Path(folder) / "config.json"
-    if not path.is_file():
-        near = sorted(str(found.parent) for found in Path(folder).glob("*/config.json"))[:3]
-        rule = "is no model folder: it has no config.json"
-        raise JobError("job/not-found", "model folder", folder, rule, legal=near)
     try:
-        table = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
+        content = path.read_bytes()
+    except (OSError, ValueError) as error:  # ValueError: a null character in the path
+        rule = "is no model folder: it has no config.json that can be read"
+        near = _folders_in(Path(folder))
+        raise JobError("job/not-found", "model folder", folder, rule, legal=near) from error
+    try:
+        table = json.loads(content.decode())
+    except RecursionError:
+        raise JobError("job/syntax", str(path), None, "is nested too deeply") from None
+    except ValueError as error:
         raise JobError("job/syntax", str(path), None, f"is not valid JSON: {error}") from error
+    if not isinstance(table, dict):
+        raise JobError("job/syntax", str(path), shown(table), "must be a JSON object")
     return parse_config(table, str(path))
+
+
+def _folders_in(folder: Path) -> list[str]:
+    """Model folders right below a folder, if that is one."""
+    try:
+        return sorted(str(found.parent) for found in folder.glob("*/config.json"))[:3]
+    except (OSError, ValueError):
+        return []
 
 
 def parse_config(table: Mapping[str, Any], where: str = "config.json") -> DecoderConfig:
@@ -64,14 +83,14 @@ def parse_config(table: Mapping[str, Any], where: str = "config.json") -> Decode
 
     Raises:
         JobError: `model/unknown` for another family, an unknown key or an option that the decoder
-            does not compute; `job/missing` for an absent size.
+            does not compute; `job/missing` for an absent size; `job/bad-value` for a value of
+            another type or out of range.
     """
     family = table.get("model_type")
-    if family not in _ARCHITECTURES:
-        rule = f"model family {family!r} is not supported"
-        raise JobError(
-            "model/unknown", f"{where}: model_type", family, rule, legal=sorted(_ARCHITECTURES)
-        )
+    if not isinstance(family, str) or family not in _ARCHITECTURES:
+        name, legal = shown(family), sorted(_ARCHITECTURES)
+        rule = f"model family {name} is not supported"
+        raise JobError("model/unknown", f"{where}: model_type", name, rule, legal=legal)
     return _Gemma3Keys(table, where).config()
 
 
@@ -115,55 +134,72 @@ class _Gemma3Keys:
         known = {*self._SIZES, *self._OPTIONS, *self._FIXED}
         for key, value in table.items():
             if key in self._FIXED and value not in self._FIXED[key]:
-                self._refuse(
-                    key,
-                    value,
-                    "is an option that this decoder does not compute",
-                    self._FIXED[key][:1],
-                )
+                rule = "is an option that this decoder does not compute"
+                self._refuse(key, value, rule, self._FIXED[key][:1])
             elif key not in known and key not in _WITHOUT_EFFECT:
                 rule = "is a key that the decoder does not know, so it cannot honour it"
                 self._refuse(key, value, rule, nearest_names(key, known))
         for key in self._SIZES:
-            if not isinstance(table.get(key), int):
-                raise JobError(
-                    "job/missing", f"{where}: {key}", table.get(key), "must be a whole number"
-                )
+            if table.get(key) is None:
+                raise JobError("job/missing", f"{where}: {key}", None, "must be a whole number")
 
     def _refuse(self, key: str, value: object, rule: str, legal: Any) -> None:
-        raise JobError("model/unknown", f"{self.where}: {key}", value, rule, legal=legal)
+        raise JobError("model/unknown", f"{self.where}: {key}", shown(value), rule, legal=legal)
+
+    def _read(self, key: str, kind: Any, default: Any = None) -> Any:
+        """The value of a key, of this kind."""
+        return read_value(self.table.get(key, default), kind, f"{self.where}: {key}")
+
+    def _size(self, key: str, default: int | None = None, most: int = _MOST) -> int:
+        value = self._read(key, int, default)
+        if not 1 <= value <= most:
+            rule, near = f"must lie in 1..{most}", [1 if value < 1 else most]
+            raise JobError("job/bad-value", f"{self.where}: {key}", value, rule, legal=near)
+        return value
+
+    def _positive(self, key: str, value: Any) -> float:
+        number = read_value(value, float, f"{self.where}: {key}")
+        if number <= 0:
+            raise JobError("job/bad-value", f"{self.where}: {key}", number, "must be > 0")
+        return number
 
     def config(self) -> DecoderConfig:
         get = self.table.get
-        scalar = get("query_pre_attn_scalar", 256)
+        scalar = self._read("query_pre_attn_scalar", float, 256)
         if scalar <= 0:
             self._refuse("query_pre_attn_scalar", scalar, "must be positive", [get("head_dim")])
-        eos = get("eos_token_id", 1)
+        cap = get("final_logit_softcapping")
+        eos = self._read("eos_token_id", int | list[int] | None, 1)
+        layer_kinds = self._layer_kinds()
         return DecoderConfig(
             family="gemma3_text",
-            vocab_size=self.table["vocab_size"],
-            hidden_size=self.table["hidden_size"],
-            intermediate_size=self.table["intermediate_size"],
-            layer_kinds=self._layer_kinds(),
-            kinds=(self._kind("sliding"), self._kind("full")),
-            query_scale=float(scalar) ** -0.5,
-            norm_eps=get("rms_norm_eps", 1e-6),
-            logit_soft_cap=get("final_logit_softcapping"),
-            max_positions=get("max_position_embeddings", 131_072),
-            init_std=get("initializer_range", 0.02),
-            dtype=get("dtype") or get("torch_dtype") or "float32",
-            bos_token=get("bos_token_id", 2),
+            vocab_size=self._size("vocab_size"),
+            hidden_size=self._size("hidden_size"),
+            intermediate_size=self._size("intermediate_size"),
+            layer_kinds=layer_kinds,
+            kinds=(self._kind("sliding", "sliding" in layer_kinds), self._kind("full", False)),
+            query_scale=scalar**-0.5,
+            norm_eps=self._positive("rms_norm_eps", get("rms_norm_eps", 1e-6)),
+            logit_soft_cap=None if cap is None else self._positive("final_logit_softcapping", cap),
+            max_positions=self._size("max_position_embeddings", 131_072),
+            init_std=self._positive("initializer_range", get("initializer_range", 0.02)),
+            dtype=self._dtype(),
+            bos_token=self._read("bos_token_id", int | None, 2),
             eos_tokens=tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
-            pad_token=get("pad_token_id", 0),
+            pad_token=self._read("pad_token_id", int | None, 0),
         )
 
+    def _dtype(self) -> str:
+        named = (self._read(key, str | None) for key in ("dtype", "torch_dtype"))
+        return next(filter(None, named), "float32")
+
     def _layer_kinds(self) -> tuple[str, ...]:
-        num_layers, named = self.table["num_hidden_layers"], self.table.get("layer_types")
+        num_layers = self._size("num_hidden_layers", most=_MOST_LAYERS)
+        named = self._read("layer_types", list[str] | None)
         if named is None:
-            every = self.table.get("sliding_window_pattern") or self.table.get(
-                "_sliding_window_pattern", 6
-            )
-            return layer_pattern(num_layers, every)
+            older = self.table.get("sliding_window_pattern") is not None
+            key = "sliding_window_pattern" if older else "_sliding_window_pattern"
+            return layer_pattern(num_layers, self._size(key, 6))
         for name in named:
             if name not in _KIND_NAMES:
                 self._refuse("layer_types", name, "is no layer kind of this family", _KIND_NAMES)
@@ -171,36 +207,37 @@ class _Gemma3Keys:
             self._refuse("layer_types", len(named), "must name each layer once", [num_layers])
         return tuple(_KIND_NAMES[name] for name in named)
 
-    def _kind(self, name: str) -> AttentionKind:
+    def _kind(self, name: str, needs_window: bool) -> AttentionKind:
         theta, factor = self._rope(name)
+        is_given = self.table.get("sliding_window", 4096) is not None
+        has_window = name == "sliding" and (is_given or needs_window)
         return AttentionKind(
             name=name,
-            window=self.table.get("sliding_window", 4096) if name == "sliding" else None,
-            num_heads=self.table["num_attention_heads"],
-            num_kv_heads=self.table["num_key_value_heads"],
-            head_dim=self.table["head_dim"],
+            window=self._size("sliding_window", 4096) if has_window else None,
+            num_heads=self._size("num_attention_heads"),
+            num_kv_heads=self._size("num_key_value_heads"),
+            head_dim=self._size("head_dim"),
             rope_theta=theta,
             rope_factor=factor,
         )
 
     def _rope(self, name: str) -> tuple[float, float]:
         """(theta, factor) of a layer kind; scaling touches full layers only in the older form."""
-        newer = (self.table.get("rope_parameters") or {}).get(f"{name}_attention")
-        older = self.table.get("rope_scaling") if name == "full" else None
+        of_kinds = self._read("rope_parameters", _TABLE) or {}
+        layers = f"{name}_attention"
+        newer = read_value(of_kinds.get(layers), _TABLE, f"{self.where}: rope_parameters.{layers}")
+        older = self._read("rope_scaling", _TABLE) if name == "full" else None
         rope = newer or older or {}
         kind = rope.get("rope_type", rope.get("type", "default"))
         if kind not in ("default", "linear"):
-            self._refuse(
-                "rope_type",
-                kind,
-                "is a position scaling that is not computed here",
-                ["default", "linear"],
-            )
+            rule = "is a position scaling that is not computed here"
+            self._refuse("rope_type", kind, rule, ["default", "linear"])
         key, default = (
             ("rope_theta", 1_000_000.0) if name == "full" else ("rope_local_base_freq", 10_000.0)
         )
-        theta = rope.get("rope_theta", self.table.get(key, default))
-        return float(theta), float(rope.get("factor", 1.0)) if kind == "linear" else 1.0
+        theta = self._positive(key, rope.get("rope_theta", self.table.get(key, default)))
+        factor = self._positive("rope factor", rope.get("factor", 1.0))
+        return theta, factor if kind == "linear" else 1.0
 
 
 def _gemma3_to_json(config: DecoderConfig) -> dict[str, Any]:

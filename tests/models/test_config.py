@@ -98,6 +98,46 @@ def test_what_the_decoder_cannot_honour_is_refused(change, says):
     assert caught.value.code == "model/unknown"
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("hidden_size", True),
+        ("num_hidden_layers", 10**9),
+        ("vocab_size", "262144"),
+        ("sliding_window", None),
+        ("sliding_window_pattern", 0),
+        ("layer_types", "full_attention"),
+        ("rope_theta", None),
+        ("rope_theta", float("nan")),
+        ("rope_local_base_freq", -1.0),
+        ("rope_parameters", []),
+        ("rope_scaling", {"rope_type": "linear", "factor": "8"}),
+        ("query_pre_attn_scalar", None),
+        ("rms_norm_eps", 10**400),
+        ("final_logit_softcapping", 0),
+        ("eos_token_id", "</s>"),
+        ("torch_dtype", ["bfloat16"]),
+    ],
+)
+def test_a_value_of_another_type_or_out_of_range_is_named(key, value):
+    with pytest.raises(JobError) as caught:
+        parse_config(OLDER | {key: value})
+    assert caught.value.code == "job/bad-value"
+    name = "rope factor" if key == "rope_scaling" else key
+    assert caught.value.where == f"config.json: {name}"
+
+
+def test_only_layers_with_a_window_need_one():
+    config = parse_config(OLDER | {"sliding_window": None, "layer_types": ["full_attention"] * 7})
+    assert config.kind("sliding").window is None
+
+
+def test_a_huge_number_of_heads_is_refused_at_once():
+    with pytest.raises(JobError, match="must divide") as caught:
+        parse_config(OLDER | {"num_attention_heads": 2**31 - 1, "num_key_value_heads": 7})
+    assert caught.value.legal == (1, 2**31 - 1)
+
+
 @pytest.mark.parametrize("key", ["hidden_size", "head_dim", "num_hidden_layers"])
 def test_missing_size_is_named(key):
     with pytest.raises(JobError, match=key) as caught:
