@@ -123,7 +123,7 @@ class Pending:
         self._tails: dict[Hashable, Entry] = {}  # last entry of a lane, or of what meets in order
         self._labels: dict[str, Entry] = {}
         self._ended_decisions: deque[Entry] = deque()  # labelled ones that may be waited for
-        self._held_bytes: dict[tuple[str, str], float] = {}  # (memory, tensor) -> its last Alloc's
+        self._taken_bytes: dict[tuple[str, str], deque[float]] = {}  # by (memory, tensor)
 
     def add(self, actions: Iterable[Action], step: int, *, planned: bool) -> list[Entry]:
         """Queue a batch.
@@ -214,12 +214,18 @@ class Pending:
                 del self._labels[oldest.action.label]
 
     def _note_memory(self, entry: Entry) -> None:
-        """A Free gives back what the Alloc before it in order of issue took."""
+        """The n-th Free of a tensor gives back what its n-th Alloc took: a list may name the next
+        Alloc before the Free that it waits for."""
         action = entry.action
         if isinstance(action, Alloc):
-            self._held_bytes[action.memory, action.tensor] = action.num_bytes
+            taken = self._taken_bytes.setdefault((action.memory, action.tensor), deque())
+            taken.append(action.num_bytes)
         elif isinstance(action, Free):
-            entry.freed_bytes = self._held_bytes.pop((action.memory, action.tensor), 0.0)
+            key = (action.memory, action.tensor)
+            taken = self._taken_bytes.get(key, deque())
+            entry.freed_bytes = taken.popleft() if taken else 0.0
+            if not taken:
+                self._taken_bytes.pop(key, None)
 
     def _follow_tails(self, entry: Entry) -> None:
         if isinstance(entry.action, Timer):

@@ -57,15 +57,16 @@ def test_labels_of_programs_stay(monkeypatch):
     assert not decide(queue, "then", after=("step0", "step8")).waits
 
 
-def test_a_free_gives_back_what_the_alloc_before_it_took():
+def test_the_nth_free_gives_back_what_the_nth_alloc_took():
     queue = Pending(0)
     actions = [
         Alloc(tensor="x", num_bytes=8.0),
         Alloc(tensor="x", num_bytes=3.0, memory="host"),
-        Free(tensor="x"),
-        Alloc(tensor="x", num_bytes=5.0),
+        Alloc(tensor="x", num_bytes=5.0, lane="ahead", after=("first",)),
+        Free(tensor="x", label="first"),
         Free(tensor="x", memory="host"),
     ]
     entries = queue.add(actions, 1, planned=True) + queue.add([Free(tensor="x")], 2, planned=True)
     rows = [entry.row(Mesh(dp=1), 0.0, 0.0) for entry in entries]
-    assert [row["payload_bytes"] for row in rows] == [8.0, 3.0, 8.0, 5.0, 3.0, 5.0]
+    assert [row["payload_bytes"] for row in rows] == [8.0, 3.0, 5.0, 8.0, 3.0, 5.0]
+    assert not queue._taken_bytes, "what was given back is not remembered"
