@@ -21,7 +21,7 @@ Bytes of one rank, above what its libraries take (`prediction.terms`)
     activations    S * sum of saved bytes
     logits         the loss's chunk, its gradient's tile and rows
     runtime        what the libraries hold beside tensors, measured
-    kernels        code that CPU libraries compile and keep for every new shape, measured over rows
+    kernels        code that CPU libraries compile and keep for every new shape, measured for all
 
 Differences and limits: ranks wait for the slowest, whose tokens count; overlap of communication and
 compute is not credited (gloo on one machine competes for the same cores); the allocator's own
@@ -33,7 +33,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import mean
-from typing import Any
+from typing import Any, NamedTuple
 
 from phalanx.data.batches import SampleStream, deal, step_samples
 from phalanx.data.samples import Samples
@@ -43,7 +43,6 @@ from phalanx.models.spec import LoraSpec, TensorSpec, canonical_tensors, layer_t
 from phalanx.policy import Rule, Spec
 
 RateKey = str
-_NUM_ROWS = 24  # of `Workload.rows`: as many shapes as fit the kernel caches of CPU libraries
 _LOGIT_CHUNK_BYTES = 1 << 26  # ops.loss holds at most so many bytes of logits
 
 
@@ -81,7 +80,7 @@ class Workload:
         num_items: micro-batches of a step, mean.
         row_tokens, row_counted: of a typical micro-batch; longest_row: of the longest one.
         document_tokens: mean length of documents, weighted by their tokens.
-        rows: document lengths of some rows, in the order in which they will be trained.
+        row_lengths, document_lengths, target_counts: all that occur (tokens and targets of rows).
         num_trained: elements that get a gradient.
         lora_rank, lora_alpha, lora_targets: of the adapters; rank 0: all weights are trained.
     """
@@ -94,7 +93,9 @@ class Workload:
     longest_row: int
     document_tokens: int
     num_trained: int
-    rows: Sequence[Sequence[int]] = ()
+    row_lengths: Sequence[int] = ()
+    document_lengths: Sequence[int] = ()
+    target_counts: Sequence[int] = ()
     lora_rank: int = 0
     lora_alpha: float = 0.0
     lora_targets: Sequence[str] = ()
@@ -119,51 +120,80 @@ def workload_of(
     multiple: int = 1,
     seed: int = 0,
     lora: LoraSpec | None = None,
+    held_out: Samples | None = None,
 ) -> Workload:
     """Deal the steps as training will and see what they hold.
 
     Args:
         row_tokens: longest packed row.
         multiple: what rows are rounded up to; the filler counts as tokens.
+        held_out: samples that an evaluation scores, as one more step of shapes.
     """
-    stream, start, weight = SampleStream(samples, seed), 0, counted_weight(config)
-    heaviest: list[tuple[int, int]] = []
-    rows_per_rank: list[int] = []
-    some_rows: list[list[int]] = []
+    stream, start = SampleStream(samples, seed), 0
+    steps: list[_Dealt] = []
     for _ in range(num_steps):
         counters = step_samples(stream, start, global_batch_tokens)
+        steps.append(_dealt(stream, counters, config, row_tokens, num_ranks, multiple))
         start = counters.stop
-        lengths = [stream.length(counter) for counter in counters]
-        counted = [stream.num_counted(counter) for counter in counters]
-        work = [n + weight * c for n, c in zip(lengths, counted)]
-        rows = deal(lengths, work, row_tokens=row_tokens, num_ranks=num_ranks)
-        documents = [[lengths[at] for at in row] for row in rows]
-        some_rows += [_rounded(row, multiple) for row in documents if row]
-        ranks = [
-            (
-                sum(sum(_rounded(documents[row], multiple)) for row in mine),
-                sum(counted[at] for row in mine for at in rows[row]),
-            )
-            for mine in (range(rank, len(rows), num_ranks) for rank in range(num_ranks))
-        ]
-        heaviest.append(max(ranks, key=lambda rank: rank[0] + weight * rank[1]))
-        rows_per_rank.append(len(rows) // num_ranks)
-    tokens, counted_tokens = (mean(column) for column in zip(*heaviest))
-    num_items = mean(rows_per_rank)
-    lengths_all = samples.lengths.astype(float)
+    heaviest = [step.heaviest_rank(num_ranks, counted_weight(config)) for step in steps]
+    tokens, counted = (mean(column) for column in zip(*heaviest))
+    num_items = mean(len(step.rows) / num_ranks for step in steps)
+    lengths = samples.lengths.astype(float)
+    seen = list(steps)
+    if held_out is not None and len(held_out):
+        stream = SampleStream(held_out, seed)
+        counters = range(len(held_out))
+        seen.append(_dealt(stream, counters, config, row_tokens, num_ranks, multiple))
+    rows = [row for step in seen for row in step.rows if row]
     return Workload(
         tokens=tokens,
-        counted=counted_tokens,
+        counted=counted,
         num_items=num_items,
         row_tokens=round(tokens / num_items),
-        row_counted=max(1, round(counted_tokens / num_items)),
-        longest_row=max(sum(row) for row in some_rows),
-        document_tokens=round(float((lengths_all**2).sum() / lengths_all.sum())),
+        row_counted=max(1, round(counted / num_items)),
+        longest_row=max(sum(row) for row in rows),
+        document_tokens=round(float((lengths**2).sum() / lengths.sum())),
         num_trained=sum(spec.num_elements for spec in _trained(config, lora)),
-        rows=some_rows[:_NUM_ROWS],
+        row_lengths=sorted({sum(row) for row in rows}),
+        document_lengths=sorted({length for row in rows for length in row}),
+        target_counts=sorted({count for step in seen for count in step.counted}),
         lora_rank=lora.rank if lora else 0,
         lora_alpha=lora.alpha if lora else 0.0,
         lora_targets=lora.targets if lora else (),
+    )
+
+
+class _Dealt(NamedTuple):
+    """A step's rows as document lengths with their filler, and the targets of each."""
+
+    rows: list[list[int]]
+    counted: list[int]
+
+    def heaviest_rank(self, num_ranks: int, weight: float) -> tuple[int, int]:
+        """Tokens and targets of the rank with the most work."""
+        ranks = [
+            (sum(map(sum, self.rows[rank::num_ranks])), sum(self.counted[rank::num_ranks]))
+            for rank in range(num_ranks)
+        ]
+        return max(ranks, key=lambda rank: rank[0] + weight * rank[1])
+
+
+def _dealt(
+    stream: SampleStream,
+    counters: range,
+    config: DecoderConfig,
+    row_tokens: int,
+    num_ranks: int,
+    multiple: int,
+) -> _Dealt:
+    lengths = [stream.length(counter) for counter in counters]
+    counted = [stream.num_counted(counter) for counter in counters]
+    weight = counted_weight(config)
+    work = [n + weight * c for n, c in zip(lengths, counted)]
+    rows = deal(lengths, work, row_tokens=row_tokens, num_ranks=num_ranks)
+    return _Dealt(
+        [_rounded([lengths[at] for at in row], multiple) for row in rows],
+        [sum(counted[at] for at in row) for row in rows],
     )
 
 

@@ -98,6 +98,7 @@ def workload(
         num_ranks=num_ranks,
         seed=train.seed,
         lora=lora,
+        held_out=data.held_out.take(range(min(train.eval_rows, len(data.held_out)))),
     )
 
 

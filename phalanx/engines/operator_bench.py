@@ -15,7 +15,6 @@ import json
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import accumulate
 from pathlib import Path
 from statistics import median
 from time import perf_counter, process_time
@@ -42,7 +41,7 @@ from phalanx.ops.loss import counted_cross_entropy
 from phalanx.ops.rope import rope_table
 
 _COPIES, _PASSES = 6, 2
-_SHORT_VOCABULARY = 1 << 14  # enough tiles of the head to meet all its shapes
+_SHORT_VOCABULARY = 1 << 13  # enough tiles of the head to meet all its shapes
 _OPTIMIZER_TENSORS = 128
 _GATHERED_ROWS, _GATHERED_MATRICES = 1024, 8
 
@@ -133,14 +132,18 @@ class OperatorBench:
         return rates | {"optimizer": self._optimizer()} | self._collectives()
 
     def meet_shapes(self) -> None:
-        """Run every kind of operator once for each row of the work, and for a single token as
-        samples are decoded: libraries compile and keep kernels for each shape."""
+        """Run every kind of operator once for each shape of the work (and a single token, as
+        samples are decoded), because libraries compile and keep kernels for each shape."""
         config, self.config = self.config, replace(self.config, vocab_size=_SHORT_VOCABULARY)
-        for lengths in (*self.work.rows, (1,)):
-            self.documents = Documents.from_starts((0, *accumulate(lengths[:-1])), sum(lengths))
-            counted_frac = self.work.row_counted / self.work.row_tokens
-            self.num_counted = max(1, round(sum(lengths) * counted_frac))
-            for ops in self._kinds().values():
+        for ops in self._kinds().values():
+            if ops[0].op == "attention":
+                shapes = [(length, 1) for length in (1, *self.work.document_lengths)]
+            elif ops[0].op == "head":
+                shapes = [(max(1, count), count) for count in (1, *self.work.target_counts)]
+            else:
+                shapes = [(length, 1) for length in (1, *self.work.row_lengths)]
+            for length, self.num_counted in shapes:
+                self.documents = Documents((0, length))
                 output = _CASES[ops[0].op](self, ops[0])()
                 if output.requires_grad:
                     output.backward(output.detach())
