@@ -57,12 +57,17 @@ class ModelSection:
 class DataSection:
     """Which rows, and what happens to rows that do not fit."""
 
-    source: str = key("python-docs", "'python-docs' or a .jsonl file of messages, prompts or text")
-    max_tokens: int = key(512, "longest row and packed length", low=8)
+    source: str = key(
+        "python-docs",
+        "'python-docs', a .jsonl, .json, .parquet or .txt file, a folder of them, or a Hub name",
+    )
+    chat_template: str = key("", "file with a jinja2 template ('' = the model's own)")
+    max_tokens: int = key(0, "longest row (0: the model's context)", low=0)
     too_long: str = key(
         "error", "what to do with longer rows", choices=("error", "drop", "split", "truncate")
     )
     held_out_frac: float = key(0.05, "share of rows kept for evaluation", low=0.0, high=0.5)
+    held_out_source: str = key("", "rows for evaluation from here, instead of a share of `source`")
     max_rows: int = key(0, "use at most so many rows (0: all)", low=0)
 
 
@@ -71,18 +76,47 @@ class TrainSection:
     """How it is trained."""
 
     method: str = key("lora", "what is trained", choices=("lora", "full", "pretrain"))
-    steps: int = key(50, "optimizer steps", low=1)
+    steps: int = key(50, "optimizer steps, unless epochs are given", low=1)
+    epochs: float = key(0.0, "passes over the rows, instead of steps (0: by steps)", low=0.0)
     global_batch_tokens: int = key(4096, "tokens of one optimizer step, all devices", low=1)
     lr: float = key(1e-3, "peak learning rate", low=0.0)
+    schedule: str = key(
+        "cosine", "of the learning rate", choices=("cosine", "linear", "constant", "wsd")
+    )
     warmup_steps: int = key(5, "linear warm-up", low=0)
-    weight_decay: float = key(0.0, "of AdamW", low=0.0)
+    final_lr_frac: float = key(0.1, "learning rate at the end, of the peak", low=0.0, high=1.0)
+    decay_frac: float = key(0.2, "last part of the steps that decays ('wsd')", low=0.0, high=1.0)
+    weight_decay: float = key(0.0, "of AdamW, on matrices", low=0.0)
+    beta1: float = key(0.9, "of AdamW", low=0.0, high=0.9999)
+    beta2: float = key(0.95, "of AdamW", low=0.0, high=0.99999)
+    master_dtype: str = key(
+        "float32", "of weights that are trained", choices=("float32", "bfloat16", "float64")
+    )
     clip_norm: float = key(1.0, "limit of the global gradient norm (0: none)", low=0.0)
     lora_rank: int = key(16, "rank of the adapters", low=1)
     lora_alpha: float = key(32.0, "scale: alpha / rank", low=0.0)
     lora_dropout: float = key(0.0, "on the adapters' input", low=0.0, high=0.9)
+    lora_targets: tuple = key(
+        (),
+        "module names or patterns that get an adapter (none: every matrix)",
+        kind=tuple[str, ...],
+    )
+    adapter: str = key("", "PEFT folder to start from, instead of fresh adapters")
+    loss: str = key("", "own loss as 'module:function' ('' = cross-entropy)")
+    on_nonfinite: str = key(
+        "stop", "what to do with a step whose gradients are not finite", choices=("stop", "skip")
+    )
+    spike_factor: float = key(
+        0.0,
+        "a gradient norm above so many times the recent median is a spike (0: none is)",
+        low=0.0,
+    )
+    on_spike: str = key("warn", "what to do with a spike", choices=("warn", "skip", "stop"))
     seed: int = key(0, "of initial values, order of samples and dropout", low=0)
     eval_rows: int = key(64, "held-out rows per evaluation", low=1)
     eval_every: int = key(0, "steps between evaluations (0: before and after only)", low=0)
+    early_stop: int = key(0, "evaluations without improvement that end the run (0: none)", low=0)
+    keep_best: bool = key(False, "export the weights of the lowest held-out loss, not the last")
     item_tokens: tuple = key(
         (), "tokens of each micro-batch, for 'toy'", kind=tuple[int, ...], low=0
     )
@@ -134,7 +168,23 @@ class PlanSection:
     context: Any = key("", "context parallelism: a name or a table ('' = none)", kind=_POLICY)
     serve: Any = key("continuous", "serving scheduler: a name or a table", kind=_POLICY)
     grain: str = key("operator", "of simulation", choices=("operator", "unit", "stage"))
+    row_tokens: int = key(0, "longest packed row, i.e. micro-batch (0: chosen here)", low=0)
+    recompute: str = key(
+        "none",
+        "activations computed again in the backward pass",
+        choices=("none", "selective", "full"),
+    )
     profile_steps: int = key(0, "steps of which every operator is recorded", low=0)
+    checkpoint_every: int = key(0, "steps between checkpoints (0: only when stopped)", low=0)
+    keep_checkpoints: int = key(2, "of the last ones", low=1)
+    check_weights_every: int = key(50, "steps between comparisons of replicas (0: never)", low=0)
+    hang_s: float = key(25.0, "silence after which a rank counts as hung", unit="s", low=1.0)
+    log_to: tuple = key(
+        (), "metrics also to 'tensorboard', 'wandb' or 'trackio'", kind=tuple[str, ...]
+    )
+    exports: tuple = key(
+        ("huggingface",), "formats of the result: 'huggingface', 'gguf'", kind=tuple[str, ...]
+    )
     costs: Mapping[str, float] = key(
         {}, "seconds per op, instead of the machine's rates (toys)", low=0.0
     )
