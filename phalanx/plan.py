@@ -51,6 +51,7 @@ class RoleProgram:
         reacts: React policies as tables.
         batch: sizes that the engine needs (micro-batch tokens, accumulation, ...).
         dtypes: params, compute, reduce, master.
+        recompute: activations that are computed again in the backward pass: none, selective, full.
         device: "cpu" or "cuda"; backend follows ("gloo" or "nccl").
     """
 
@@ -61,6 +62,7 @@ class RoleProgram:
     reacts: Sequence[Mapping[str, Any]] = ()
     batch: Mapping[str, Any] = field(default_factory=dict)
     dtypes: Mapping[str, str] = field(default_factory=dict)
+    recompute: str = "none"
     device: str = "cpu"
 
     def policies(self, tables: Sequence[Mapping[str, Any]]) -> list[Any]:

@@ -14,6 +14,7 @@ from phalanx.models.spec import LoraSpec, canonical_tensors
 from phalanx.workload import Block, Module, StepWork, Unit, toy_work
 
 _DATA_AXES = ("replicate", "shard")
+_LONGEST_ROW = 4096
 
 
 def work_of(job: Job, mesh: Mesh, config: DecoderConfig | None) -> StepWork:
@@ -21,14 +22,14 @@ def work_of(job: Job, mesh: Mesh, config: DecoderConfig | None) -> StepWork:
 
     Args:
         job: `train.item_tokens` gives the micro-batches; without it they are packed rows of
-            `data.max_tokens`, as many as the global batch asks of each data-parallel rank.
+            `row_tokens` tokens, as many as the global batch asks of each data-parallel rank.
         mesh: the axes "replicate" and "shard" split the batch.
         config: the model's sizes; None for 'toy'.
 
     Raises:
         JobError: `job/bad-value` when the global batch is smaller than one row per rank.
     """
-    items = job.train.item_tokens or _item_tokens(job, mesh)
+    items = job.train.item_tokens or _item_tokens(job, mesh, row_tokens(job, config))
     if config is None:
         return toy_work(job.model.layers, items, job.model.width)
     lora = None
@@ -37,7 +38,14 @@ def work_of(job: Job, mesh: Mesh, config: DecoderConfig | None) -> StepWork:
     return model_work(config, items, lora=lora)
 
 
-def _item_tokens(job: Job, mesh: Mesh) -> tuple[int, ...]:
+def row_tokens(job: Job, config: DecoderConfig | None) -> int:
+    """Tokens of a packed row where the data is not looked at: as `[plan]` says, else the longest
+    row that the job allows, else the model's context, at most 4,096."""
+    context = config.max_positions if config is not None else _LONGEST_ROW
+    return job.plan.row_tokens or job.data.max_tokens or min(context, _LONGEST_ROW)
+
+
+def _item_tokens(job: Job, mesh: Mesh, row_tokens: int) -> tuple[int, ...]:
     ranks = 1
     for axis in _DATA_AXES:
         ranks *= mesh.degree(axis)
@@ -46,9 +54,9 @@ def _item_tokens(job: Job, mesh: Mesh) -> tuple[int, ...]:
         rule = f"{ranks} data-parallel ranks need at least one token each"
         raise JobError(
             "job/bad-value", "train.global_batch_tokens", job.train.global_batch_tokens, rule,
-            legal=[ranks * job.data.max_tokens],
+            legal=[ranks * row_tokens],
         )  # fmt: skip
-    count = ceil(per_rank / job.data.max_tokens)
+    count = ceil(per_rank / row_tokens)
     return (round(per_rank / count),) * count
 
 

@@ -43,7 +43,7 @@ def test_file_values_flags_and_defaults_resolve_in_this_order(job_file):
     assert (job.name, job.model.layers, job.train.item_tokens) == ("small", 8, (5, 7))
     assert dict(job.plan.mesh) == {"pp": 2, "shard": 2, "tp": 2}
     assert job.limits.memory_bytes == 2 * 2**30
-    assert job.data.max_tokens == 512
+    assert job.data.max_tokens == 0
 
 
 def test_every_value_tells_its_origin(job_file):
