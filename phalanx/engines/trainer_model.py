@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -12,12 +13,14 @@ from torch.distributed.tensor import DTensor
 from phalanx.engines.bind import BoundData, bind_data
 from phalanx.engines.process import Process
 from phalanx.job import Job
+from phalanx.models.cache import KvCache
 from phalanx.models.decoder import Decoder
 from phalanx.models.hf import read_tensors
 from phalanx.models.lora import inject, lora_values
 from phalanx.models.parameters import initial_values, load_parameters
 from phalanx.models.source import ModelSource
 from phalanx.models.spec import LoraSpec, canonical_tensors
+from phalanx.ops.loss import counted_cross_entropy
 from phalanx.plan import RoleProgram
 
 
@@ -34,6 +37,57 @@ class TrainModel:
     decoder: Decoder
     data: BoundData
     lora: LoraSpec | None
+
+    @property
+    def counts_loss(self) -> bool:
+        """Whether this rank's loss counts: one rank per data rank, first on every model axis."""
+        return True
+
+    @property
+    def row_multiple(self) -> int:
+        """Rows must be a multiple of so many tokens."""
+        return 1
+
+    def loss(
+        self,
+        hidden_SD: Tensor,
+        counted_N: Tensor,
+        targets_N: Tensor,
+        num_counted_global: int | Tensor,
+    ) -> Tensor:
+        """Sum of -log p(target) over the counted rows, over the global number of them.
+
+        Equal on all ranks of model axes. Arguments as in `ops.loss.counted_cross_entropy`;
+        `hidden_SD` is what the decoder returned on this rank.
+        """
+        return counted_cross_entropy(
+            hidden_SD,
+            self.decoder.head_weight,
+            counted_N,
+            targets_N,
+            num_counted_global=num_counted_global,
+            soft_cap=self.decoder.config.logit_soft_cap,
+        )
+
+    def logits(self, hidden_ND: Tensor) -> Tensor:
+        """Logits [N, V] over the whole vocabulary, soft cap applied, with gradient."""
+        return self.decoder.logits(hidden_ND)
+
+    def cache(self, capacity: int) -> KvCache:
+        """An empty cache for the key-value heads that this rank computes."""
+        return KvCache(
+            self.decoder.config, capacity=capacity, device=self.decoder.head_weight.device
+        )
+
+    @contextmanager
+    def sampling(self) -> Iterator[None]:
+        """For many small forward passes without gradient: units stay gathered, tokens whole."""
+        with self.data.gathered():
+            yield
+
+    def finish_step(self) -> None:
+        """Wait until all gradients are summed, over data axes and then over model axes."""
+        self.data.finish_step()
 
     def whole_trainable(self) -> Iterator[tuple[str, Tensor]]:
         """(canonical name, whole tensor on the CPU) of what was trained; all ranks call it."""
