@@ -1,14 +1,29 @@
-"""`phalanx job show`: a job with every value and its origin."""
+"""`phalanx job show`: a job with every value and its origin; how verbs read a job from words."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from phalanx.cli.output import JsonFile, emit, table, versioned
+from phalanx.errors import JobError
+
+if TYPE_CHECKING:
+    from phalanx.job import Job
 
 JobFile = Annotated[str, typer.Argument(metavar="JOB", help="Job file (TOML).")]
+# A verb whose job file may be left out takes all its words: a job file (and, for some verbs, more),
+# and --section.key VALUE in any order. `split_words` tells them apart.
+Words = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[JOB] [--section.key VALUE]...", help="Job file (TOML), keys of the job."
+    ),
+]
+ModelName = Annotated[str, typer.Option("--model", help="Folder, Hub name or built-in model.")]
+DataSource = Annotated[str, typer.Option("--data", help="File, folder, Hub name or 'python-docs'.")]
 FLAGS = {"ignore_unknown_options": True, "allow_extra_args": True}
 
 
@@ -34,6 +49,69 @@ def show(context: typer.Context, job: JobFile, json_file: JsonFile = "") -> None
         table(("key", "value", "from"), rows)
 
     emit(document, json_file, lines)
+
+
+def split_words(words: Sequence[str] | None) -> tuple[list[str], list[str]]:
+    """Words of a command line as (names, dotted flags with their values), whatever their order.
+
+    A flag without "=" takes the word behind it.
+    """
+    names: list[str] = []
+    flags: list[str] = []
+    rest = list(words or ())
+    while rest:
+        word = rest.pop(0)
+        if not word.startswith("--"):
+            names.append(word)
+            continue
+        flags.append(word)
+        if "=" not in word and rest:
+            flags.append(rest.pop(0))
+    return names, flags
+
+
+def one_job(names: Sequence[str]) -> str:
+    """The job file among the words of a verb; "" when there is none.
+
+    Raises:
+        JobError: `job/syntax` for more than one.
+    """
+    if len(names) > 1:
+        rule = "expected one job file at most; a key of the job is written --section.key VALUE"
+        raise JobError("job/syntax", "arguments", " ".join(names), rule)
+    return names[0] if names else ""
+
+
+def resolve(
+    job: str,
+    model: str,
+    data: str,
+    arguments: Sequence[str],
+    others: Mapping[str, Any] | None = None,
+) -> Job:
+    """The job of a verb: its file, then its dotted flags, then its short flags.
+
+    Args:
+        job: job file; "" for none.
+        model, data: what `--model` and `--data` gave; "" when they were not.
+        arguments: dotted flags, as `split_words` returns them.
+        others: more short flags of the verb: dotted key -> value ("" or None: not given).
+
+    Raises:
+        JobError: from the job; `job/syntax` when a short and a dotted flag give a key differently.
+    """
+    from phalanx.job import load_job, parse_flags
+
+    flags: dict[str, Any] = dict(parse_flags(arguments))
+    short = {"model.name": model, "data.source": data} | dict(others or {})
+    for dotted, value in short.items():
+        if value is None or value == "":
+            continue
+        if str(flags.get(dotted, value)) != str(value):
+            rule = f"is given twice: a short flag says {value}"
+            raise JobError("job/syntax", f"--{dotted}", flags[dotted], rule)
+        flags[dotted] = value
+    return load_job(job or None, flags)
 
 
 def _text(value: object) -> str:
