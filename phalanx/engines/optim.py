@@ -12,7 +12,10 @@ from math import cos, pi
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
+from torch.optim.adamw import adamw
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def learning_rate(
@@ -32,70 +35,150 @@ def learning_rate(
 class ShardedAdamW:
     """AdamW over the trainable parameters of a bound module.
 
+    Loshchilov and Hutter, "Decoupled Weight Decay Regularization", algorithm 2, with torch's fused
+    kernel. Moments have the dtype of their parameter, which is the master copy: with FSDP2 the
+    compute dtype is another one.
+
     Args:
-        parameters: plain or DTensor parameters that require gradients.
+        named_parameters: (canonical name, plain or DTensor parameter); those that require gradients
+            are trained. The objects are kept, because FSDP2 puts others in their place meanwhile.
         weight_decay: decoupled; on matrices only.
         clip_norm: limit of the global norm; 0: none.
     """
 
     def __init__(
         self,
-        parameters: Iterable[nn.Parameter],
+        named_parameters: Iterable[tuple[str, nn.Parameter] | nn.Parameter],
         *,
         weight_decay: float = 0.0,
         clip_norm: float = 0.0,
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
     ) -> None:
-        self.parameters = [each for each in parameters if each.requires_grad]
+        named = (
+            each if isinstance(each, tuple) else (str(at), each)
+            for at, each in enumerate(named_parameters)
+        )
+        self.named_parameters = {name: each for name, each in named if each.requires_grad}
+        self.parameters = list(self.named_parameters.values())
         self.clip_norm = clip_norm
-        self._options = {"betas": betas, "eps": eps}
+        self._betas, self._eps = betas, eps
         self._weight_decay = weight_decay
-        self._adamw: torch.optim.AdamW | None = None
-        self._locals: list[Tensor] = []
+        self._state: dict[str, list[Tensor]] = {}
 
-    def step(self, lr: float) -> Tensor:
-        """Clip, update, forget the gradients; returns the norm before clipping, as a tensor."""
-        adamw = self._ready()
+    @torch.no_grad()
+    def step(self, lr: float, skip: Tensor | None = None) -> Tensor:
+        """Clip, update, forget the gradients; returns the norm before clipping, as a tensor.
+
+        Args:
+            lr: learning rate.
+            skip: scalar on the parameters' device, equal on all ranks; not 0: this step changes
+                nothing, neither weights nor moments nor the number of updates.
+        """
+        self._create_state()
         norm = global_norm(self.parameters)
-        grads = [_local(p.grad) for p in self.parameters]
+        grads = [p.grad if p.grad is None else _local(p.grad) for p in self.parameters]
         if self.clip_norm > 0.0:
-            factor = torch.clamp(self.clip_norm / (norm + 1e-6), max=1.0)
-            torch._foreach_mul_(grads, factor.to(grads[0].dtype))
-        for local, grad in zip(self._locals, grads):
-            local.grad = grad
-        for group in adamw.param_groups:
-            group["lr"] = lr
-        adamw.step()
-        for parameter, local in zip(self.parameters, self._locals):
-            parameter.grad = local.grad = None
+            _scale(grads, torch.clamp(self.clip_norm / (norm + 1e-6), max=1.0))
+        found_inf = None if skip is None else (skip != 0).float()
+        for is_matrix, decay in ((True, self._weight_decay), (False, 0.0)):
+            self._update(grads, is_matrix, lr, decay, found_inf)
+        for parameter in self.parameters:
+            parameter.grad = None
         return norm
 
-    def state_bytes(self) -> int:
-        """Bytes of the moments on this rank."""
-        states = self._adamw.state.values() if self._adamw else ()
-        return sum(value.nbytes for state in states for value in state.values())
+    @torch.no_grad()
+    def state_dict(self) -> dict[str, dict[str, Tensor]]:
+        """ "exp_avg", "exp_avg_sq" and "step" -> canonical name -> tensor.
 
-    def _ready(self) -> torch.optim.AdamW:
-        """Built at the first step, because FSDP2 fixes the storage of its shards at first use."""
-        if self._adamw is None:
-            self._locals = [_local(parameter.detach()) for parameter in self.parameters]
-            decayed, others = [], []
-            for local in self._locals:
-                if local.numel():  # a rank may hold no row of a small parameter
-                    (decayed if local.dim() > 1 else others).append(local)
-            groups = [
-                {"params": decayed, "weight_decay": self._weight_decay},
-                {"params": others, "weight_decay": 0.0},
-            ]
-            self._adamw = torch.optim.AdamW(
-                [group for group in groups if group["params"]], lr=0.0, fused=True, **self._options
-            )
-        return self._adamw
+        Moments are DTensors placed as their parameter, or plain where it is; steps are scalars. All
+        share memory with the optimizer: what is copied into them is its state.
+        """
+        self._create_state()
+        names = self.named_parameters
+        found = {
+            kind: {
+                name: _placed_as(parameter, local)
+                for (name, parameter), local in zip(names.items(), self._state[kind])
+            }
+            for kind in MOMENTS
+        }
+        return found | {"step": dict(zip(names, self._state["step"]))}
+
+    def state_bytes(self) -> int:
+        """Bytes of the moments and counts on this rank."""
+        return sum(each.nbytes for tensors in self._state.values() for each in tensors)
+
+    def _create_state(self) -> None:
+        if self._state or not self.parameters:
+            return
+        locals_ = [_local(parameter) for parameter in self.parameters]
+        for kind in MOMENTS:
+            self._state[kind] = [torch.zeros_like(local) for local in locals_]
+        counts = torch.zeros(len(locals_), device=locals_[0].device)
+        self._state["step"] = list(counts.unbind())
+
+    def _update(
+        self,
+        grads: list[Tensor | None],
+        is_matrix: bool,
+        lr: float,
+        weight_decay: float,
+        found_inf: Tensor | None,
+    ) -> None:
+        """Update the matrices or all others."""
+        rows = []
+        for at, (parameter, grad) in enumerate(zip(self.parameters, grads)):
+            local = _local(parameter)  # anew each time: FSDP2 moves its shards at first use
+            # a rank may hold no row of a small parameter
+            if grad is not None and local.numel() and (local.dim() > 1) == is_matrix:
+                rows.append((local, grad, *(self._state[kind][at] for kind in (*MOMENTS, "step"))))
+        if not rows:
+            return
+        params, wanted, exp_avgs, exp_avg_sqs, steps = map(list, zip(*rows))
+        adamw(
+            params,
+            wanted,
+            exp_avgs,
+            exp_avg_sqs,
+            [],
+            steps,
+            fused=True,
+            found_inf=found_inf,
+            amsgrad=False,
+            beta1=self._betas[0],
+            beta2=self._betas[1],
+            lr=lr,
+            weight_decay=weight_decay,
+            eps=self._eps,
+            maximize=False,
+        )
 
 
 def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _placed_as(parameter: Tensor, local: Tensor) -> Tensor:
+    if not isinstance(parameter, DTensor):
+        return local
+    return DTensor.from_local(
+        local,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+
+
+def _scale(grads: Iterable[Tensor | None], factor: Tensor) -> None:
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for grad in grads:
+        if grad is not None:
+            by_dtype.setdefault(grad.dtype, []).append(grad)
+    for dtype, alike in by_dtype.items():
+        torch._foreach_mul_(alike, factor.to(dtype))
 
 
 def global_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
@@ -107,9 +190,12 @@ def global_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
     groups: dict[tuple, list[Tensor]] = {}
     for parameter in parameters:
         grad = parameter.grad
+        if grad is None:
+            continue
         key: tuple = ()
         if isinstance(grad, DTensor):
-            dims = [d for d, placed in enumerate(grad.placements) if isinstance(placed, Shard)]
+            # of all kinds: torch's strided shards (FSDP2 under tensor parallelism) are no `Shard`
+            dims = [d for d, placed in enumerate(grad.placements) if not placed.is_replicate()]
             key = (grad.device_mesh, *dims) if dims else ()
         groups.setdefault(key, []).append(_local(grad))
     squares = []
