@@ -57,6 +57,7 @@ CODES: dict[str, str] = {
     "model/tensor": "tensors that do not fit the model",
     "environment/missing": "something that has to be installed first",
     "environment/trust": "a file whose format could run code",
+    "environment/disk": "a disk without room for what will be written",
     "train/nonfinite": "a loss or gradient that is not finite",
     "train/spike": "a gradient norm far above the recent ones",
     "train/callback": "a user's callback or loss that failed",
