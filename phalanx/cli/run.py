@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import sys
-from datetime import datetime
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -30,13 +28,12 @@ def run(
 ) -> None:
     """Plan, train, export, serve and report a job; --section.key VALUE overrides the file."""
     from phalanx.engines.whole.run import run_job
+    from phalanx.engines.whole.train_job import asked_anew
     from phalanx.job import load_job, parse_flags
 
-    resolved = load_job(job, parse_flags(context.args))
-    stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
-    target = Path(folder or f"runs/{resolved.name}-{stamp}")
-    live = sys.stderr.isatty()
-    result = run_job(resolved, target, progress, live=live, plan_file=plan)
+    asked = asked_anew(load_job(job, parse_flags(context.args)), folder, plan_file=plan)
+    target = asked.folder
+    result = run_job(asked, progress, live=sys.stderr.isatty())
     document = versioned("run", folder=str(target), report=result.report.to_dict())
 
     def show() -> None:

@@ -2,27 +2,40 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Callable, Mapping
+from time import monotonic
 from typing import Any
 
-from phalanx.units import format_s
+from phalanx.units import format_bytes
 
-_PLAIN_EVERY = 10  # steps between lines where nothing can be redrawn
+_PLAIN_EVERY_S = 15.0  # between lines where nothing can be redrawn
 
 
 class Progress:
-    """Turns the events of training into lines.
+    """Turns the events of training into lines; use it as a context.
 
     Args:
         say: prints a whole line.
-        num_steps: of the run.
-        live: redraw one line on stderr; otherwise a line every ten steps.
+        num_steps: of the run, until its events say better.
+        live: redraw one line on stderr; otherwise a line every 15 s.
+
+    Attributes:
+        stopped: the event that said that the run stopped early, or {}.
     """
 
     def __init__(self, say: Callable[[str], None], num_steps: int, live: bool) -> None:
         self._say, self._num_steps, self._live = say, num_steps, live
         self._drawn = False
+        self._said_s = float("-inf")
+        self.stopped: Mapping[str, Any] = {}
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end_line()
 
     def hear(self, event: Mapping[str, Any]) -> None:
         """An event of rank 0."""
@@ -31,28 +44,44 @@ class Progress:
             self._step(event)
         elif kind == "evaluate":
             self._line(f"held-out loss after step {event['step']}: {event['loss']:.4f}")
-        elif kind == "log":
-            self._line(str(event["text"]))
+        elif kind == "checkpoint":
+            self._line(f"checkpoint after step {event['step']}: {event['path']}")
+        elif kind in ("log", "warning"):
+            self._line(("warning: " if kind == "warning" else "") + str(event["text"]))
+        elif kind == "stopped":
+            self.stopped = event
 
-    def close(self) -> None:
-        """End the line that is being redrawn."""
+    def _step(self, event: Mapping[str, Any]) -> None:
+        step, num_steps = event["step"], event.get("num_steps", self._num_steps)
+        parts = [
+            f"step {step}/{num_steps}",
+            f"loss {event['loss']:.4f}",
+            f"{event['counted_tokens'] / event['step_s']:.0f} counted tokens/s",
+            f"{_clock((num_steps - step) * event['step_s'])} left",
+        ]
+        if "memory_bytes" in event:
+            parts.append(format_bytes(event["memory_bytes"]))
+        text = "  ".join(parts)
+        if self._live:
+            width = shutil.get_terminal_size((80, 24)).columns - 1
+            print(f"\r{text[:width]:<{width}}", end="", file=sys.stderr, flush=True)
+            self._drawn = True
+        elif step in (1, num_steps) or monotonic() - self._said_s > _PLAIN_EVERY_S:
+            self._said_s = monotonic()
+            self._say(text)
+
+    def _line(self, text: str) -> None:
+        self._end_line()
+        self._say(text)
+
+    def _end_line(self) -> None:
         if self._drawn:
             print(file=sys.stderr)
             self._drawn = False
 
-    def _step(self, event: Mapping[str, Any]) -> None:
-        step = event["step"]
-        left_s = (self._num_steps - step) * event["step_s"]
-        text = (
-            f"step {step}/{self._num_steps}  loss {event['loss']:.4f}  "
-            f"{event['tokens_per_s']:.0f} tokens/s  {format_s(left_s)} left"
-        )
-        if self._live:
-            print(f"\r{text:<78}", end="", file=sys.stderr, flush=True)
-            self._drawn = True
-        elif step == 1 or step % _PLAIN_EVERY == 0 or step == self._num_steps:
-            self._say(text)
 
-    def _line(self, text: str) -> None:
-        self.close()
-        self._say(text)
+def _clock(seconds: float) -> str:
+    """75 s as 1:15, 3,700 s as 1:01:40."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

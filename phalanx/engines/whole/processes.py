@@ -12,27 +12,35 @@ from typing import Any
 from phalanx.engines.launch import launch_local
 from phalanx.errors import WorldError
 
+STOP_S = 600.0  # for ranks that were asked to stop: they save first
 _LOG_LINES = 12  # of a failed process, shown in its error
 
 
 def launch_training(
-    folder: Path, num_ranks: int, on_event: Callable[[Mapping[str, Any]], None]
+    folder: Path,
+    num_ranks: int,
+    on_event: Callable[[Mapping[str, Any]], None],
+    *,
+    resume: bool = False,
 ) -> None:
     """Run `phalanx.engines.train` on `num_ranks` local processes.
 
     Args:
         folder: run folder with job.json and plan.json.
         on_event: called with each event of rank 0.
+        resume: go on from the newest checkpoint of the folder.
 
     Raises:
         WorldError: from `launch_local`, naming the rank that failed first.
+        KeyboardInterrupt: when asked to stop, after the ranks have ended.
     """
 
     def hear(line: str) -> None:
         if line.startswith("{"):  # anything else is some library's chatter
             on_event(json.loads(line))
 
-    launch_local("phalanx.engines.train", [str(folder)], num_ranks, on_line=hear)
+    arguments = [str(folder), *(["--resume"] if resume else [])]
+    launch_local("phalanx.engines.train", arguments, num_ranks, on_line=hear, stop_s=STOP_S)
 
 
 def run_module(module: str, arguments: Sequence[str], given: str = "") -> Any:

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from phalanx.engines.result import TrainResult
-from phalanx.job import Job
+from phalanx.engines.whole.train_job import Trained
 from phalanx.perfetto import write_perfetto
-from phalanx.plan import Plan, locked_versions
-from phalanx.report import Report, Row
+from phalanx.plan import locked_versions
+from phalanx.report import Report
 from phalanx.trace import Trace
 
 # fp32 logits of the export against transformers on the real model.
 _LOGIT_TOLERANCE = 1e-3
-# Distance of a prediction from the measurement that `--check` accepts.
-_PREDICTION_FRAC = 0.15
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,30 +24,29 @@ class Summary:
     """Everything that a report is made of.
 
     Attributes:
-        train: measured.
+        trained: the finished training.
         parity: from `parity.compare_logits`.
         load: of the load test, or None when the job asks for none.
         serving: the server's sentence on what it can hold.
         total_s: from the start of the run to its report.
     """
 
-    job: Job
-    plan: Plan
-    train: TrainResult
+    trained: Trained
     parity: Mapping[str, Any]
     load: Report | None
     serving: str
     total_s: float
 
 
-def write_report(summary: Summary, folder: Path) -> Report:
+def write_report(summary: Summary) -> Report:
     """Assemble the report and write its files into the run folder."""
-    report = _report(summary)
+    trained, report = summary.trained, _report(summary)
+    folder, train = trained.folder, trained.result
     report.save(folder / "report.json")
-    write_perfetto(folder / "trace.perfetto.json", Trace.load(folder / summary.train.trace))
+    write_perfetto(folder / "trace.perfetto.json", Trace.load(folder / train.trace))
     (folder / "environment.json").write_text(json.dumps(locked_versions(), indent=1) + "\n")
-    picture = _draw_losses(summary.train, folder)
-    text = [report.to_markdown(), _samples(summary.train), _next_commands(folder), _not_run()]
+    picture = _draw_losses(train, folder)
+    text = [report.to_markdown(), _samples(train), _next_commands(folder), _not_run()]
     if picture:
         text.insert(1, f"![held-out and training loss]({picture})\n")
     (folder / "report.md").write_text("\n".join(text), encoding="utf-8")
@@ -57,38 +54,12 @@ def write_report(summary: Summary, folder: Path) -> Report:
 
 
 def _report(summary: Summary) -> Report:
-    train, report = summary.train, Report(f"{summary.job.name} on this machine")
-    report.notes["samples"] = list(train.samples)
+    of_training = summary.trained.report
+    report = replace(of_training, rows=list(of_training.rows))
     report.notes["serving"] = summary.serving
-    report.notes["audit"] = dict(train.audit)
-    for table in summary.plan.predictions:
-        report.rows.append(Row(**table))
-    measured = {
-        "training/step time": (train.step_s, "s"),
-        "training/peak memory": (train.peak_bytes, "bytes"),
-        "training/tokens per second": (train.tokens_per_s, "1/s"),
-    }
-    predicted = {row.quantity: row.value for row in report.rows}
-    for quantity, (value, unit) in measured.items():
-        target = predicted.get(quantity)
-        gate = {"target": target, "tolerance_frac": _PREDICTION_FRAC} if target else {}
-        note = "gate: the prediction, made before step 1" if target else ""
-        report.add(quantity, value, unit, "measured", note=note, **gate)
-    report.add("training/held-out loss before", train.loss_before, "nats/token", "measured")
-    report.add(
-        "training/held-out loss after",
-        train.loss_after,
-        "nats/token",
-        "measured",
-        note="gate: below the loss before",
-        target=train.loss_before,
-        bound="below",
-    )
     _parity_rows(report, summary.parity)
     if summary.load is not None:
         report.rows.extend(summary.load.rows)
-    for stage, seconds in train.seconds.items():
-        report.add(f"time/{stage}", seconds, "s", "measured", note="rank 0")
     report.add("time/whole run", summary.total_s, "s", "measured")
     return report
 

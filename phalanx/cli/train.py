@@ -1,0 +1,124 @@
+"""`phalanx train`: fine-tune or pretrain a model on this machine."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from phalanx.cli.job import (
+    FLAGS,
+    DataSource,
+    ModelName,
+    Words,
+    one_job,
+    resolve,
+    split_words,
+)
+from phalanx.cli.output import JsonFile, emit, paragraph, progress, show_report, versioned, write
+from phalanx.errors import JobError
+
+if TYPE_CHECKING:
+    from phalanx.engines.whole.train_job import Asked, Trained
+
+_INTERRUPTED = 130
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb."""
+    app.command("train", context_settings=FLAGS)(train)
+
+
+def train(
+    words: Words = None,
+    model: ModelName = "",
+    data: DataSource = "",
+    procs: Annotated[
+        int, typer.Option("--procs", min=0, help="Processes that train (0: one per core).")
+    ] = 0,
+    folder: Annotated[
+        str, typer.Option("--folder", help="Run folder, to be made (runs/JOB-TIME).")
+    ] = "",
+    resume: Annotated[
+        str,
+        typer.Option(
+            "--resume", metavar="FOLDER", help="Go on with this run, on any number of processes."
+        ),
+    ] = "",
+    plan: Annotated[
+        str, typer.Option("--plan", metavar="FILE", help="Run this lockfile, made here.")
+    ] = "",
+    check: Annotated[bool, typer.Option("--check", help="Exit 1 on a missed gate.")] = False,
+    json_file: JsonFile = "",
+) -> None:
+    """Fine-tune or pretrain a model on this machine."""
+    names, arguments = split_words(words)
+    others = {"plan.devices": procs or None}
+    if resume:
+        asked = _again(resume, names, arguments, model, data, others, folder, plan)
+    else:
+        from phalanx.engines.whole.train_job import asked_anew
+
+        job = resolve(one_job(names), model, data, arguments, others)
+        asked = asked_anew(job, folder, plan_file=plan)
+    _run(asked, check, json_file)
+
+
+def _again(
+    resume: str,
+    names: list[str],
+    arguments: list[str],
+    model: str,
+    data: str,
+    others: dict[str, Any],
+    folder: str,
+    plan: str,
+) -> Asked:
+    """The run of a folder, with some keys of [plan] set anew."""
+    from phalanx.engines.whole.train_job import asked_again
+    from phalanx.job import parse_flags
+
+    given = {"JOB": names, "--model": model, "--data": data, "--folder": folder, "--plan": plan}
+    for option, value in given.items():
+        if value:
+            rule = "cannot stand beside --resume, which takes all of it from the run's folder"
+            raise JobError("cli/usage", option, value, rule)
+    changes = dict(parse_flags(arguments)) | {k: v for k, v in others.items() if v is not None}
+    return asked_again(resume, changes)
+
+
+def _run(asked: Asked, check: bool, json_file: str) -> None:
+    from phalanx.engines.whole.train_job import train as train_asked
+
+    try:
+        done = train_asked(asked, progress, live=sys.stderr.isatty())
+    except KeyboardInterrupt:
+        progress(f"stopped; go on with: phalanx train --resume {asked.folder}")
+        raise typer.Exit(_INTERRUPTED) from None
+    document = versioned("train", folder=str(done.folder), report=done.report.to_dict())
+    emit(document, json_file, lambda: _show(done))
+    if check and done.report.missed:
+        raise typer.Exit(1)
+
+
+def _show(done: Trained) -> None:
+    from dataclasses import replace
+
+    report = replace(done.report, notes={})
+    show_report(report)
+    for sample in done.result.samples:
+        write("\n")
+        paragraph(f"prompt: {_flat(sample['prompt'])}", hang=4)
+        paragraph(f"before: {_flat(sample['before'])}", hang=4)
+        paragraph(f"after: {_flat(sample['after'])}", hang=4)
+    write("\n")
+    for what in ("adapter", "export"):
+        if path := getattr(done.result, what):
+            write(f"{what}: {done.folder / path}\n")
+    if done.result.export:
+        write(f"serve it: phalanx serve {done.folder / done.result.export}\n")
+
+
+def _flat(text: str) -> str:
+    return " ".join(text.split()) or "(nothing)"

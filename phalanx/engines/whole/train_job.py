@@ -1,0 +1,214 @@
+"""From a job to a trained model on this machine: data -> calibrate -> plan -> processes -> report.
+
+What `phalanx train`, `phalanx run` and `phalanx.train` share. No torch in this process, unless a
+launcher such as torchrun started it as one of the ranks itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from phalanx.data.prepare import Prepared, prepare
+from phalanx.engines.calibrate import calibrate, workload
+from phalanx.engines.result import FILE_NAME, TrainResult
+from phalanx.engines.run_folder import (
+    PLAN_FILE,
+    read_job,
+    require_same_result,
+    write_job,
+)
+from phalanx.engines.whole.live import Progress
+from phalanx.engines.whole.predicted import training_report
+from phalanx.engines.whole.processes import launch_training
+from phalanx.errors import JobError, PlanError
+from phalanx.job import Job
+from phalanx.models.source import ModelSource, data_settings, model_source
+from phalanx.plan import Plan
+from phalanx.planner.here import hardware_here, num_ranks_here, plan_here
+from phalanx.report import Report
+
+_BUSY_FRAC = 0.8
+_OF_A_RUN = (FILE_NAME, "metrics.jsonl", "checkpoints")  # what a folder has once ranks ran in it
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What a training run was asked for.
+
+    Attributes:
+        job: what to train; `plan.on` must be "here".
+        folder: of the run; new, unless it goes on.
+        resume: go on from the newest checkpoint of the folder.
+        plan_file: a lockfile made here for this job, instead of planning anew.
+    """
+
+    job: Job
+    folder: Path
+    resume: bool = False
+    plan_file: str = ""
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes that train."""
+        return num_ranks_here(self.job)
+
+    def require_legal(self) -> None:
+        """Refuse what can be refused before anything is read.
+
+        Raises:
+            PlanError: `plan/illegal` unless the job is for this machine.
+            JobError: `job/bad-value` for a folder that holds a run which is not to go on.
+        """
+        if self.job.plan.on != "here":
+            rule = "training runs on this machine; `phalanx plan` prices other clusters"
+            raise PlanError("plan/illegal", "plan.on", self.job.plan.on, rule, legal=["here"])
+        if not self.resume and any((self.folder / name).exists() for name in _OF_A_RUN):
+            rule = f"holds a run; go on with it by `--resume {self.folder}` or name another"
+            near = f"{self.folder}-{_stamp()}"
+            raise JobError("job/bad-value", "--folder", self.folder, rule, legal=[near])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ready:
+    """A run whose folder holds its job and its plan.
+
+    Attributes:
+        source, data: the model and the samples, as the ranks will find them.
+    """
+
+    asked: Asked
+    source: ModelSource
+    data: Prepared
+    plan: Plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """A finished run.
+
+    Attributes:
+        folder: with the adapter, the exported model, metrics and checkpoints.
+        result: measured numbers.
+        report: predicted and measured side by side.
+    """
+
+    folder: Path
+    job: Job
+    plan: Plan
+    result: TrainResult
+    report: Report
+
+    def explain(self) -> str:
+        """The report as a Markdown table."""
+        return self.report.to_markdown()
+
+    def to_pandas(self) -> Any:
+        """The metrics of the run, a row per step or evaluation (needs pandas)."""
+        import pandas
+
+        return pandas.read_json(self.folder / self.result.metrics, lines=True)
+
+
+def asked_anew(job: Job, folder: str | Path = "", *, plan_file: str = "") -> Asked:
+    """A new run of `job`; its folder is `runs/JOB-TIME` unless named."""
+    target = Path(folder) if folder else Path("runs") / f"{job.name}-{_stamp()}"
+    return Asked(job=job, folder=target, plan_file=plan_file)
+
+
+def asked_again(folder: str | Path, changes: dict[str, Any] | None = None) -> Asked:
+    """A run that goes on, perhaps on other processes.
+
+    Args:
+        changes: keys (dotted) of `[plan]` that are set anew.
+
+    Raises:
+        JobError: from the folder; PlanError: `plan/job` for a change of the result.
+    """
+    before = read_job(folder)
+    job = read_job(folder, changes)
+    require_same_result(before, job)
+    return Asked(job=job, folder=Path(folder), resume=True)
+
+
+def make_ready(asked: Asked, say: Callable[[str], None]) -> Ready:
+    """Prepare the data, measure the machine, plan; write job.json and plan.json.
+
+    Raises:
+        PhalanxError: whatever can be known before a process starts.
+    """
+    asked.require_legal()
+    given = Plan.load(asked.plan_file) if asked.plan_file else None
+    if given is not None:
+        given.require_here(hardware_here(asked.num_ranks), asked.job.result_key)
+    source = model_source(asked.job, say)
+    data = prepare(data_settings(asked.job), source.tokenizer_folder)
+    audit = asdict(data.audit)
+    say("data: " + ", ".join(f"{k.replace('_', ' ')} {v}" for k, v in audit.items()))
+    plan = given or _planned(asked, source, data, say)
+    asked.folder.mkdir(parents=True, exist_ok=True)
+    write_job(asked.job, asked.folder)
+    plan.save(asked.folder / PLAN_FILE)
+    for row in plan.predictions:
+        say(f"predicted: {row['quantity']} = {row['value']:.4g} {row['unit']}")
+    return Ready(asked=asked, source=source, data=data, plan=plan)
+
+
+def _planned(asked: Asked, source: ModelSource, data: Prepared, say: Callable[[str], None]) -> Plan:
+    work = workload(asked.job, source.config, data, asked.num_ranks)
+    say(f"calibrating: {asked.num_ranks} processes measure this machine (once per job)")
+    rates = calibrate(source.config, work, num_processes=asked.num_ranks)
+    if rates["cores_frac"] < _BUSY_FRAC:
+        share = f"{rates['cores_frac']:.0%}"
+        say(f"note: other programs compete; this job got {share} of its cores")
+    return plan_here(asked.job, source.config, work, rates, asked.num_ranks)
+
+
+def train_ready(ready: Ready, say: Callable[[str], None], *, live: bool) -> TrainResult:
+    """Launch the processes of a run and wait for them.
+
+    Args:
+        live: whether `say` goes to a terminal that redraws its last line.
+
+    Raises:
+        WorldError: from the ranks.
+        KeyboardInterrupt: when the run was asked to stop; its ranks have saved and ended.
+    """
+    asked = ready.asked
+    (asked.folder / FILE_NAME).unlink(missing_ok=True)
+    say(f"training on {asked.num_ranks} processes")
+    with Progress(say, asked.job.train.steps, live) as progress:
+        launch_training(asked.folder, asked.num_ranks, progress.hear, resume=asked.resume)
+    if progress.stopped:
+        raise KeyboardInterrupt
+    return TrainResult.load(asked.folder)
+
+
+def train(asked: Asked, say: Callable[[str], None] = print, *, live: bool = False) -> Trained:
+    """Train what was asked, and compare with what was predicted.
+
+    Args:
+        say: gets the progress, one line at a time.
+        live: as `train_ready`.
+
+    Raises:
+        PhalanxError: whatever stops the run; what was done before stays in the folder.
+    """
+    ready = make_ready(asked, say)
+    return trained(ready, train_ready(ready, say, live=live))
+
+
+def trained(ready: Ready, result: TrainResult) -> Trained:
+    """A finished run with its report, also written to its folder."""
+    asked, report = ready.asked, training_report(ready.asked.job.name, ready.plan, result)
+    report.save(asked.folder / "report.json")
+    return Trained(
+        folder=asked.folder, job=asked.job, plan=ready.plan, result=result, report=report
+    )
+
+
+def _stamp() -> str:
+    return datetime.now().strftime("%Y%m%d-%H%M%S")
