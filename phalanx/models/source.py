@@ -5,8 +5,8 @@ No torch: planners ask for the sizes with it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from phalanx.data.prepare import DataSettings, small_tokenizer
@@ -14,6 +14,8 @@ from phalanx.errors import JobError, PlanError
 from phalanx.job import Job
 from phalanx.models.demo import DEMO_MODEL, ensure_demo_model
 from phalanx.models.spec import DecoderConfig, read_config, small_config
+from phalanx.models.stored import StoredTensor
+from phalanx.models.weight_names import model_weights
 
 _HEAD_DIM = 32
 _HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model")
@@ -27,11 +29,13 @@ class ModelSource:
         config: sizes; its dtype is the job's.
         folder: model folder with weights; None: they are drawn from the seed.
         tokenizer_folder: where tokenizer.json lies.
+        weights: canonical name -> stored tensor, checked against the config; empty without folder.
     """
 
     config: DecoderConfig
     folder: Path | None
     tokenizer_folder: Path
+    weights: Mapping[str, StoredTensor] = field(default_factory=dict)
 
 
 def data_settings(job: Job) -> DataSettings:
@@ -62,7 +66,9 @@ def model_source(job: Job, log: Callable[[str], None] = print) -> ModelSource:
             raise PlanError("plan/illegal", "train.method", "lora", rule, legal=["pretrain"])
         return _tiny(job)
     folder = _folder(name, log)
-    return ModelSource(read_config(folder).with_dtype(job.model.dtype), folder, folder)
+    config = read_config(folder)
+    weights = model_weights(folder, config)
+    return ModelSource(config.with_dtype(job.model.dtype), folder, folder, weights)
 
 
 def _tiny(job: Job) -> ModelSource:

@@ -10,8 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from phalanx.errors import JobError
-from phalanx.models.hf import INDEX, load_decoder, read_tensors, save_folder, weight_files
+from phalanx.models.hf import load_decoder, read_tensors, save_folder
 from phalanx.models.spec import canonical_tensors
+from phalanx.models.stored import INDEX, stored_tensors
 from tests.models.cases import CONFIGS, random_decoder, random_tokens
 
 CONFIG = CONFIGS["grouped_queries"]
@@ -142,7 +143,7 @@ def test_folder_without_weights_names_folders_with_them(tmp_path):
     (tmp_path / "a").mkdir()
     save_file({"x": torch.ones(1)}, tmp_path / "a" / "model.safetensors")
     with pytest.raises(JobError, match="no safetensors") as caught:
-        weight_files(tmp_path)
+        stored_tensors(tmp_path)
     assert caught.value.code == "job/not-found"
     assert caught.value.legal == (str(tmp_path / "a"),)
 
