@@ -66,17 +66,22 @@ class ShardedAdamW:
         self._weight_decay = weight_decay
         self._state: dict[str, list[Tensor]] = {}
 
+    def norm(self) -> Tensor:
+        """Global norm of the gradients as they are; all ranks call it."""
+        return global_norm(self.parameters)
+
     @torch.no_grad()
-    def step(self, lr: float, skip: Tensor | None = None) -> Tensor:
+    def step(self, lr: float, skip: Tensor | None = None, norm: Tensor | None = None) -> Tensor:
         """Clip, update, forget the gradients; returns the norm before clipping, as a tensor.
 
         Args:
             lr: learning rate.
             skip: scalar on the parameters' device, equal on all ranks; not 0: this step changes
                 nothing, neither weights nor moments nor the number of updates.
+            norm: what `norm` just said; None: it is asked.
         """
         self._create_state()
-        norm = global_norm(self.parameters)
+        norm = self.norm() if norm is None else norm
         grads = [p.grad if p.grad is None else _local(p.grad) for p in self.parameters]
         if self.clip_norm > 0.0:
             _scale(grads, torch.clamp(self.clip_norm / (norm + 1e-6), max=1.0))
@@ -130,9 +135,13 @@ class ShardedAdamW:
         rows = []
         for at, (parameter, grad) in enumerate(zip(self.parameters, grads)):
             local = _local(parameter)  # anew each time: FSDP2 moves its shards at first use
-            # a rank may hold no row of a small parameter
-            if grad is not None and local.numel() and (local.dim() > 1) == is_matrix:
-                rows.append((local, grad, *(self._state[kind][at] for kind in (*MOMENTS, "step"))))
+            if grad is None or (local.dim() > 1) != is_matrix:
+                continue
+            state = [self._state[kind][at] for kind in (*MOMENTS, "step")]
+            if local.numel():
+                rows.append((local, grad, *state))
+            else:  # a rank may hold no row of a small parameter, and counts its updates too
+                state[-1].add_(1.0 if found_inf is None else 1.0 - found_inf)
         if not rows:
             return
         params, wanted, exp_avgs, exp_avg_sqs, steps = map(list, zip(*rows))

@@ -1,0 +1,161 @@
+"""Reading a checkpoint on any mesh: each rank reads the parts of stored slices that it holds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+
+from phalanx.engines.checkpoint.agree import Council
+from phalanx.engines.checkpoint.manifest import (
+    WEIGHTS,
+    Manifest,
+    StoredTensor,
+    damaged,
+    read_manifest,
+    with_good_one,
+)
+from phalanx.engines.checkpoint.progress import Progress
+from phalanx.engines.checkpoint.slices import Slice
+from phalanx.engines.checkpoint.state import Entry, optimizer_entries, weight_entries
+from phalanx.engines.optim import ShardedAdamW
+from phalanx.engines.process import Process
+from phalanx.errors import JobError, nearest_names
+
+if TYPE_CHECKING:
+    from phalanx.engines.trainer_model import TrainModel
+
+
+def restore(
+    path: str | Path,
+    model: TrainModel,
+    optimizer: ShardedAdamW,
+    process: Process,
+    *,
+    job_key: str | None = None,
+    sections: Mapping[str, Any] | None = None,
+    weights_only: bool = False,
+) -> Progress:
+    """Fill the trained weights and the optimizer from a checkpoint of any mesh; all ranks call it.
+
+    Args:
+        path: a folder that `Checkpoints` wrote.
+        job_key: the job's; None: do not ask whether the checkpoint is of this job.
+        sections: the job's, to say which key differs.
+        weights_only: leave the optimizer alone.
+
+    Raises:
+        JobError: on all ranks. `environment/trust`, `checkpoint/format`, `checkpoint/damaged`
+            (naming the newest good one before it), `checkpoint/job`, `model/tensor`.
+    """
+    path, council = Path(path), Council()
+    manifest = read_manifest(path)
+    if job_key is not None and job_key != manifest.job_key:
+        raise _other_job(path, manifest, job_key, sections or {})
+    if not (weights_only or manifest.has_optimizer):
+        rule = "holds weights only, so training cannot go on from it"
+        raise JobError("checkpoint/format", "checkpoint", path, rule)
+    _require_undamaged(path, manifest, council, weights_only)
+    entries = weight_entries(optimizer)
+    if not weights_only:
+        entries |= optimizer_entries(optimizer)
+    stored = {n: t for n, t in manifest.tensors.items() if not weights_only or _is_weight(t)}
+    _require_same(path, entries, stored)
+    read_slices(path, entries, stored)
+    for module in model.decoder.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # whole copies of the old weights may lie about
+    return Progress.from_dict(manifest.progress)
+
+
+def _is_weight(tensor: StoredTensor) -> bool:
+    return tensor.slices[0].file.startswith(WEIGHTS)
+
+
+def _require_undamaged(
+    path: Path, manifest: Manifest, council: Council, weights_only: bool
+) -> None:
+    """Each rank digests some of the files, whichever it reads afterwards."""
+    names = [n for n in sorted(manifest.files) if not weights_only or n.startswith(WEIGHTS)]
+    wrong = manifest.wrong_file(path, names[council.rank :: council.size])
+    for name in council.gather(wrong):
+        if name is not None:
+            error = damaged(path, f"{name} is not what was written: its sha256 differs")
+            raise with_good_one(error, path)
+
+
+def _require_same(
+    path: Path, entries: Mapping[str, Entry], stored: Mapping[str, StoredTensor]
+) -> None:
+    where = f"checkpoint {path}"
+    for name in stored:
+        if name not in entries:
+            legal = nearest_names(name, entries)
+            rule = "is no tensor that this job trains"
+            raise JobError("model/tensor", where, name, rule, legal=legal)
+    for name, entry in entries.items():
+        if name not in stored:
+            legal = nearest_names(name, stored)
+            rule = "is trained by this job and is not stored"
+            raise JobError("model/tensor", where, name, rule, legal=legal)
+        found, tensor = stored[name], entry.tensor
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        if (found.shape, found.dtype) != (tuple(tensor.shape), dtype):
+            rule = f"{name} must be {dtype} of shape {tuple(tensor.shape)}"
+            raise JobError("model/tensor", where, f"{found.dtype} {found.shape}", rule)
+
+
+def _other_job(
+    path: Path, manifest: Manifest, job_key: str, sections: Mapping[str, Any]
+) -> JobError:
+    theirs, mine = _flat(manifest.sections), _flat(sections)
+    different = [k for k in sorted(theirs | mine) if theirs.get(k) != mine.get(k)]
+    rule = "belongs to another job"
+    if theirs and mine and different:
+        told = (f"{k} was {theirs.get(k)!r} and is {mine.get(k)!r}" for k in different[:3])
+        rule += f": {', '.join(told)}" + (", ..." if len(different) > 3 else "")
+    else:
+        rule += f": its key is {manifest.job_key} and this one's is {job_key}"
+    return JobError("checkpoint/job", "checkpoint", path, rule)
+
+
+def _flat(sections: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in sections.items():
+        if isinstance(value, Mapping) and value:
+            flat |= _flat(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = list(value) if isinstance(value, tuple) else value
+    return flat
+
+
+@torch.no_grad()
+def read_slices(
+    path: Path, entries: Mapping[str, Entry], stored: Mapping[str, StoredTensor]
+) -> None:
+    """Fill what this rank holds of each tensor, file by file, one overlap at a time."""
+    wanted: dict[str, list[tuple[str, Slice]]] = {}
+    for name in entries:
+        for each in stored[name].slices:
+            wanted.setdefault(each.file, []).append((name, Slice(each.offset, each.shape)))
+    for file, pieces in sorted(wanted.items()):
+        mine = [(n, s, o) for n, s in pieces if (o := s.overlap(entries[n].held)) is not None]
+        if not mine:
+            continue
+        try:
+            with safe_open(path / file, "pt") as reader:
+                for name, source, overlap in mine:
+                    value = _read(reader, name, overlap.within(source))
+                    held = entries[name].held
+                    entries[name].local[overlap.within(held)].copy_(value)
+        except SafetensorError as error:
+            raise with_good_one(damaged(path, f"{file} cannot be read: {error}"), path) from error
+
+
+def _read(reader: safe_open, name: str, index: Sequence[slice]) -> Tensor:
+    return reader.get_slice(name)[tuple(index)] if index else reader.get_tensor(name)

@@ -1,0 +1,93 @@
+"""What a checkpoint of training holds: trained weights, moments and counts, by canonical name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from phalanx.engines.checkpoint.manifest import OPTIMIZER, WEIGHTS
+from phalanx.engines.checkpoint.slices import Slice, local_part, slice_of
+from phalanx.engines.optim import ShardedAdamW
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor of the state.
+
+    Attributes:
+        part: kind of file that it is kept in, `WEIGHTS` or `OPTIMIZER`.
+        tensor: plain or DTensor; shares memory with the model or the optimizer.
+        held: what this rank has of it.
+    """
+
+    part: str
+    tensor: Tensor
+    held: Slice
+
+    @property
+    def local(self) -> Tensor:
+        """What this rank has of it, in place."""
+        return local_part(self.tensor)
+
+
+def weight_entries(optimizer: ShardedAdamW) -> dict[str, Entry]:
+    """Trained parameters: the optimizer's, because those of the module may be gathered just now."""
+    named = optimizer.named_parameters.items()
+    return {name: Entry(WEIGHTS, each, slice_of(name, each)) for name, each in named}
+
+
+def optimizer_entries(optimizer: ShardedAdamW) -> dict[str, Entry]:
+    """Moments and numbers of updates, "optimizer.<kind>.<canonical name>"."""
+    return {
+        (full := f"{OPTIMIZER}.{kind}.{name}"): Entry(OPTIMIZER, each, slice_of(full, each))
+        for kind, tensors in optimizer.state_dict().items()
+        for name, each in tensors.items()
+    }
+
+
+def predicted_bytes(optimizer: ShardedAdamW, *, with_optimizer: bool = True) -> int:
+    """Of one checkpoint of all ranks together, without headers and the manifest."""
+    copies = 3 if with_optimizer else 1
+    tensors = optimizer.named_parameters.values()
+    return copies * sum(each.numel() * each.element_size() for each in tensors)
+
+
+class Staging:
+    """Host memory for one snapshot of what a rank writes.
+
+    On CUDA the memory is pinned and kept, and copies run on the current stream behind the step that
+    made the values, so the caller goes on at once. On the CPU it is taken for each snapshot and
+    given back while the file is written.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._pinned: dict[str, Tensor] = {}
+        self._is_cuda = device.type == "cuda"
+        self._copied: torch.cuda.Event | None = None
+
+    def copy(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Copies in host memory; complete only after `wait`."""
+        copies = {name: self._room(name, each) for name, each in tensors.items()}
+        for name, each in tensors.items():
+            copies[name].copy_(each, non_blocking=self._is_cuda)
+        if self._is_cuda:
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+        return copies
+
+    def wait(self) -> None:
+        """Until the values of the last copy are there."""
+        if self._copied is not None:
+            self._copied.synchronize()
+
+    def _room(self, name: str, like: Tensor) -> Tensor:
+        if not self._is_cuda:
+            return torch.empty(like.shape, dtype=like.dtype)
+        kept = self._pinned.get(name)
+        if kept is None:
+            kept = torch.empty(like.shape, dtype=like.dtype, pin_memory=True)
+            self._pinned[name] = kept
+        return kept
