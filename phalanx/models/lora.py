@@ -47,16 +47,33 @@ class LoraLinear(Projection):
 
     def forward(self, x_SI: Tensor, dropout: DropoutKey | None = None) -> Tensor:
         """x W^T + scale (x A^T) B^T, [S, O]."""
-        down_RI = self.lora_A.weight.to(x_SI.dtype)
-        up_OR = self.lora_B.weight.to(x_SI.dtype)
+        return self.product(x_SI, self.weight, self.lora_A.weight, self.lora_B.weight, dropout)
+
+    def product(
+        self,
+        x_SI: Tensor,
+        weight_OI: Tensor,
+        down_RI: Tensor,
+        up_OR: Tensor,
+        dropout: DropoutKey | None,
+        first_channel: int = 0,
+    ) -> Tensor:
+        """The same with the parts of the weights that a rank holds.
+
+        A part of the outputs: rows of W and of B. A part of the inputs, from `first_channel` on:
+        columns of W and of A; what the ranks compute is then to be summed, update included.
+        """
+        down_RI, up_OR = down_RI.to(x_SI.dtype), up_OR.to(x_SI.dtype)
         if self.training and self.dropout > 0.0:
             if dropout is None:
                 rule = "needs a DropoutKey: pass `dropout` to the decoder while training"
                 raise JobError("job/missing", "lora.dropout", self.dropout, rule)
-            kept_SI = keyed_dropout(x_SI, self.dropout, dropout, self.name)
+            kept_SI = keyed_dropout(
+                x_SI, self.dropout, dropout, self.name, first_channel=first_channel
+            )
             low_SR = F.linear(kept_SI, down_RI) * self.scale
-            return F.linear(x_SI, self.weight) + F.linear(low_SR, up_OR)
-        return _FrozenPlusLowRank.apply(x_SI, self.weight, down_RI, up_OR, self.scale)
+            return F.linear(x_SI, weight_OI) + F.linear(low_SR, up_OR)
+        return _FrozenPlusLowRank.apply(x_SI, weight_OI, down_RI, up_OR, self.scale)
 
 
 class _FrozenPlusLowRank(torch.autograd.Function):

@@ -29,15 +29,18 @@ class DropoutKey:
     tokens_S: Tensor
 
 
-def keyed_dropout(x_SD: Tensor, probability: float, key: DropoutKey, name: str) -> Tensor:
+def keyed_dropout(
+    x_SD: Tensor, probability: float, key: DropoutKey, name: str, *, first_channel: int = 0
+) -> Tensor:
     """x with elements zeroed at `probability` and the rest scaled by 1 / (1 - probability).
 
     The mask is a function of (seed, step, name, global token, channel): the same under every
-    sharding, order of micro-batches and recomputation.
+    sharding, order of micro-batches and recomputation. `first_channel`: of the whole tensor, where
+    `x_SD` is the part of it that a rank holds.
     """
     digest = hashlib.sha256(f"{key.seed}/{key.step}/{name}".encode()).digest()
     base = int.from_bytes(digest[:7], "little")
-    channels = torch.arange(x_SD.shape[-1], device=x_SD.device)
+    channels = torch.arange(first_channel, first_channel + x_SD.shape[-1], device=x_SD.device)
     rows = _mixed(key.tokens_S.to(x_SD.device) + base)
     uniform = (_mixed(rows[:, None] + channels * _MIX) >> 11) & ((1 << 52) - 1)
     kept = uniform >= int(probability * (1 << 52))

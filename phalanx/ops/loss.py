@@ -6,11 +6,16 @@ Legend: N counted positions, D model, V vocabulary; `n` and `v` a tile of them.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from phalanx.ops.tensor_exchange import enter
+from phalanx.ops.vocabulary import VocabularyPart
 
 # A tile's float32 logits should stay in a core's L2 cache; a chunk's logits bound the memory.
 _TILE_ELEMENTS = 1 << 18
@@ -26,6 +31,7 @@ def counted_cross_entropy(
     num_counted_global: int | Tensor,
     soft_cap: float | None = None,
     chunk_bytes: int = _CHUNK_BYTES,
+    part: VocabularyPart | None = None,
 ) -> Tensor:
     """Sum of -log p(target) over the counted positions, divided by the global number of them.
 
@@ -38,19 +44,26 @@ def counted_cross_entropy(
 
     Args:
         hidden_SD: output of the decoder, after its last norm.
-        head_VD: head weights (the embedding when tied).
+        head_VD: head weights (the embedding when tied); with `part`, this rank's rows of them.
         counted_N: rows of `hidden_SD` whose prediction counts, int64.
         targets_N: the token that each of them should predict, int64.
         num_counted_global: counted positions of the whole global batch.
         soft_cap: c of c * tanh(logits / c); None: logits as they are.
         chunk_bytes: bound on the logits held at once, in the dtype of `hidden_SD`.
+        part: of the vocabulary, whose ranks all pass the same rows. Instead of logits they exchange
+            three numbers per row, and once the gradient of the rows, summed.
 
     Returns:
-        A scalar, float32 (float64 for float64 inputs).
+        A scalar, float32 (float64 for float64 inputs); with `part`, the same on all its ranks.
+
+    Source of the split: Shoeybi et al., arXiv 1909.08053, section 3.
     """
     needs = torch.is_grad_enabled() and (hidden_SD.requires_grad or head_VD.requires_grad)
     rows_ND = hidden_SD.index_select(0, counted_N)
-    total = _CrossEntropySum.apply(rows_ND, head_VD, targets_N, soft_cap, chunk_bytes, needs)
+    if part is not None:
+        rows_ND = enter(rows_ND, part.group)
+    split = _Split(soft_cap, chunk_bytes, part)
+    total = _CrossEntropySum.apply(rows_ND, head_VD, targets_N, split, needs)
     return total / num_counted_global
 
 
@@ -64,11 +77,12 @@ def token_losses(
     chunk_bytes: int = _CHUNK_BYTES,
 ) -> Tensor:
     """-log p(target) of each counted position, [N], without gradient. Arguments as above."""
+    split = _Split(soft_cap, chunk_bytes, None)
     with torch.no_grad():
         rows_ND = hidden_SD.index_select(0, counted_N)
         parts = [
-            _Chunk(rows_nD, head_VD, targets_n, soft_cap).losses_n
-            for rows_nD, targets_n in _chunks(rows_ND, head_VD, targets_N, chunk_bytes)
+            _Chunk(rows_nD, head_VD, targets_n, split).losses_n
+            for rows_nD, targets_n in split.chunks(rows_ND, head_VD, targets_N)
         ]
         return torch.cat(parts)
 
@@ -77,11 +91,20 @@ def _wide(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def _chunks(
-    rows_ND: Tensor, head_VD: Tensor, targets_N: Tensor, chunk_bytes: int
-) -> list[tuple[Tensor, Tensor]]:
-    size = max(1, chunk_bytes // (head_VD.shape[0] * rows_ND.element_size()))
-    return list(zip(rows_ND.split(size), targets_N.split(size)))
+class _Split(NamedTuple):
+    """How the logits are computed: capped, so many bytes at once, of a part of the vocabulary."""
+
+    soft_cap: float | None
+    chunk_bytes: int
+    part: VocabularyPart | None
+
+    def chunks(
+        self, rows_ND: Tensor, head_VD: Tensor, targets_N: Tensor
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Rows and targets, as many chunks on every rank, whose parts may differ by a token."""
+        longest = head_VD.shape[0] if self.part is None else self.part.sizes[0]
+        size = max(1, self.chunk_bytes // (longest * rows_ND.element_size()))
+        return list(zip(rows_ND.split(size), targets_N.split(size)))
 
 
 def _capped(logits_nv: Tensor, soft_cap: float | None) -> Tensor:
@@ -100,10 +123,9 @@ class _Chunk:
         losses_n: -log p(target) of each row.
     """
 
-    def __init__(
-        self, rows_nD: Tensor, head_VD: Tensor, targets_n: Tensor, soft_cap: float | None
-    ) -> None:
-        self.rows_nD, self.targets_n1, self.soft_cap = rows_nD, targets_n[:, None], soft_cap
+    def __init__(self, rows_nD: Tensor, head_VD: Tensor, targets_n: Tensor, split: _Split) -> None:
+        self.soft_cap = soft_cap = split.soft_cap
+        self.targets_n1 = targets_n[:, None] - (0 if split.part is None else split.part.first)
         size = max(256, _TILE_ELEMENTS // max(1, rows_nD.shape[0]))
         self.tiles: list[tuple[int, Tensor]] = []
         peak_n1 = rows_nD.new_full((rows_nD.shape[0], 1), -torch.inf, dtype=_wide(rows_nD))
@@ -118,6 +140,8 @@ class _Chunk:
             sum_n1 *= (peak_n1 - higher_n1).exp()
             sum_n1 += logits_nv.sub_(higher_n1).exp_().sum(-1, keepdim=True)
             peak_n1 = higher_n1
+        if split.part is not None:
+            peak_n1, sum_n1, target_n1 = _over_parts(peak_n1, sum_n1, target_n1, split.part.group)
         self.lse_n1 = peak_n1 + sum_n1.log()
         self.losses_n = (self.lse_n1 - target_n1)[:, 0]
 
@@ -139,22 +163,33 @@ class _Chunk:
             yield start, grad_nv.to(raw_nv.dtype)
 
 
+def _over_parts(
+    peak_n1: Tensor, sum_n1: Tensor, target_n1: Tensor, group: dist.ProcessGroup
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Highest logit, sum of exponentials below it and target's logit, over all parts."""
+    highest_n1 = peak_n1.clone()
+    dist.all_reduce(highest_n1, dist.ReduceOp.MAX, group=group)
+    both_n2 = torch.cat([sum_n1 * (peak_n1 - highest_n1).exp(), target_n1], dim=1)
+    dist.all_reduce(both_n2, group=group)
+    return highest_n1, both_n2[:, :1], both_n2[:, 1:]
+
+
 class _CrossEntropySum(torch.autograd.Function):
     """Sum over rows of -log p(target), with gradients that are ready before the backward pass."""
 
     @staticmethod
-    def forward(ctx, rows_ND, head_VD, targets_N, soft_cap, chunk_bytes, needs_grad):
+    def forward(ctx, rows_ND, head_VD, targets_N, split, needs_grad):
         wide = _wide(rows_ND)
         total = rows_ND.new_zeros((), dtype=wide)
         row_grads: list[Tensor] = []
-        chunks = _chunks(rows_ND, head_VD, targets_N, chunk_bytes)
+        chunks = split.chunks(rows_ND, head_VD, targets_N)
         head_grad_VD = None
         if needs_grad and ctx.needs_input_grad[1]:
             # several chunks are summed in float32, one needs no sum
             dtype = wide if len(chunks) > 1 else head_VD.dtype
             head_grad_VD = torch.zeros_like(head_VD, dtype=dtype)
         for rows_nD, targets_n in chunks:
-            chunk = _Chunk(rows_nD, head_VD, targets_n, soft_cap)
+            chunk = _Chunk(rows_nD, head_VD, targets_n, split)
             total += chunk.losses_n.sum()
             if not needs_grad:
                 continue
@@ -178,4 +213,4 @@ class _CrossEntropySum(torch.autograd.Function):
             row_grad_ND = (row_grad_ND * grad_total).to(row_grad_ND.dtype)
         if head_grad_VD is not None:
             head_grad_VD = (head_grad_VD * grad_total).to(ctx.head_dtype)
-        return row_grad_ND, head_grad_VD, None, None, None, None
+        return row_grad_ND, head_grad_VD, None, None, None

@@ -15,6 +15,7 @@ _SOURCE = Source(
 _COLUMN = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 _ROW = ("o_proj", "down_proj")
 _BLOCKS = ("*.self_attn", "*.mlp")
+_EMBEDDING, _HEAD = "*embed_tokens", "*lm_head"
 _PER_HEAD = ("*.q_norm", "*.k_norm")  # whole on every rank, which sees its own heads only
 _SUM = Exchange(collective="all_reduce", phase="B", at="after", of="grads", when="last")
 
@@ -52,6 +53,7 @@ class Megatron(Spec):
     axis: str = "tp"
     sequence_parallel: bool = False
     gather_twice: bool = True
+    vocabulary_parallel: bool = True
 
     def rules(self) -> tuple[Rule, ...]:
         """Columns and rows of the products, exchanges around attention and MLP blocks, and what
@@ -62,7 +64,23 @@ class Megatron(Spec):
             *(Rule(pattern=f"*.{name}", placement="column", dim=0) for name in _COLUMN),
             *(Rule(pattern=f"*.{name}", placement="row", dim=1) for name in _ROW),
             *(Rule(pattern=block, placement="block", exchanges=exchanges) for block in _BLOCKS),
+            *(self._vocabulary() if self.vocabulary_parallel else ()),
             *(Rule(pattern=name, placement="partial", exchanges=(_SUM,)) for name in partial),
+        )
+
+    def _vocabulary(self) -> tuple[Rule, Rule]:
+        """The embedding's output is summed; the head's input is whole, its gradient summed."""
+        splits = self.sequence_parallel
+        out = "reduce_scatter" if splits else "all_reduce"
+        embedding = [Exchange(collective=out, phase="F", at="after", of="activations")]
+        head = [Exchange(collective="all_reduce", phase="B", at="after", of="activations")]
+        if splits:
+            gather = Exchange(collective="all_gather", phase="F", at="before", of="activations")
+            again = Exchange(collective="all_gather", phase="B", at="before", of="activations")
+            embedding, head = [*embedding, again], [gather, *head]
+        return (
+            Rule(pattern=_EMBEDDING, placement="vocab", dim=0, exchanges=tuple(embedding)),
+            Rule(pattern=_HEAD, placement="vocab", dim=0, exchanges=tuple(head)),
         )
 
     def _reductions(self) -> tuple[Exchange, ...]:

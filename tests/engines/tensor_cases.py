@@ -1,0 +1,217 @@
+"""Training of small decoders on any mesh, and the same in one process without any of our binders.
+
+Legend: S tokens of a row, D model, N counted rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from phalanx.data.batches import MicroBatch
+from phalanx.engines.optim import ShardedAdamW
+from phalanx.engines.process import Process
+from phalanx.engines.trainer_model import TrainModel, build_model
+from phalanx.job import load_job
+from phalanx.mesh import Mesh
+from phalanx.models.decoder import Decoder
+from phalanx.models.lora import inject, lora_values
+from phalanx.models.parameters import initial_values, load_parameters
+from phalanx.models.source import ModelSource
+from phalanx.models.spec import DecoderConfig, LoraSpec, canonical_tensors
+from phalanx.ops.dropout import DropoutKey
+from phalanx.ops.loss import counted_cross_entropy
+from phalanx.plan import RoleProgram
+from phalanx.worlds.logged_group import device_mesh, init_logged
+from tests.ranks import current_store
+
+SEED, STEPS, DECAY, CLIP = 3, 10, 0.1, 0.5
+FSDP = {"family": "data", "name": "fsdp"}
+REPLICATE = {"family": "data", "name": "replicate"}
+MEGATRON = {"family": "tensor", "name": "megatron"}
+SEQUENCE = MEGATRON | {"sequence_parallel": True, "gather_twice": False}
+# documents of each row; two rows a step go to each of two data ranks, or four to one
+ROWS = ((5, 6), (7,), (3, 1, 5), (13,))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """What is trained, and on which mesh.
+
+    Attributes:
+        lora: adapters; None: all weights.
+        lr: large enough to move weights visibly in ten steps.
+        splits: micro-batches that each row is cut into at document borders: 0 keeps rows whole.
+    """
+
+    config: DecoderConfig
+    mesh: Mapping[str, int] = field(default_factory=lambda: {"shard": 1, "tp": 2})
+    specs: Sequence[Mapping[str, Any]] = (FSDP, MEGATRON)
+    lora: LoraSpec | None = None
+    lr: float = 1e-2
+    dtypes: Mapping[str, str] = field(default_factory=dict)
+    steps: int = STEPS
+    by_document: bool = False
+
+    @property
+    def method(self) -> str:
+        return "pretrain" if self.lora is None else "lora"
+
+    @property
+    def all_dtypes(self) -> dict[str, str]:
+        whole = self.config.dtype
+        return {"master": whole, "compute": whole, "reduce": whole} | dict(self.dtypes)
+
+
+class Outcome(NamedTuple):
+    """Of training: losses and gradient norms step by step, and what was trained, whole."""
+
+    losses: list[float]
+    norms: list[float]
+    weights: dict[str, Tensor]
+
+
+def rows_of(case: Case, step: int) -> list[MicroBatch]:
+    """All rows of a step, on whatever rank."""
+    draw = np.random.default_rng(step)
+    rows, place = [], 0
+    for lengths in ROWS:
+        for documents in [(n,) for n in lengths] if case.by_document else [lengths]:
+            rows.append(_row(draw, documents, place, case.config.vocab_size))
+            place += sum(documents)
+    return rows
+
+
+def _row(draw, lengths: tuple[int, ...], place: int, vocab_size: int) -> MicroBatch:
+    tokens_S = draw.integers(0, vocab_size, sum(lengths))
+    starts = tuple(np.cumsum((0, *lengths[:-1])).tolist())
+    ends = {start + length - 1 for start, length in zip(starts, lengths)}
+    counted_N = np.array([at for at in range(len(tokens_S) - 1) if at not in ends and at % 3])
+    counted_N = counted_N.astype(np.int64)
+    return MicroBatch(
+        tokens_S=tokens_S,
+        document_starts=starts,
+        counted_N=counted_N,
+        targets_N=tokens_S[counted_N + 1],
+        samples=(),
+        offsets=tuple(place + start for start in starts),
+    )
+
+
+def num_counted(case: Case, step: int) -> int:
+    return sum(len(row.counted_N) for row in rows_of(case, step))
+
+
+def hidden_of(decoder: Decoder, row: MicroBatch, key: tuple[int, int] | None) -> Tensor:
+    tokens_S, positions_S, places_S = (
+        torch.from_numpy(array) for array in (row.tokens_S, row.positions_S, row.global_tokens_S)
+    )
+    dropout = None if key is None else DropoutKey(*key, places_S)
+    return decoder(tokens_S, positions_S, row.document_starts, dropout=dropout)
+
+
+def dropout_key(case: Case, step: int) -> tuple[int, int] | None:
+    return (SEED, step) if case.lora and case.lora.dropout else None
+
+
+# ---- bound ---------------------------------------------------------------------------------------
+
+
+def train_cases(rank: int, world_size: int, cases: Sequence[Case]) -> list[Outcome]:
+    """Every case that needs so many ranks, one after another."""
+    init_logged("gloo", dist.PrefixStore("logged", current_store()), rank, world_size)
+    return [train_bound(rank, world_size, case) for case in cases]
+
+
+def build(rank: int, world_size: int, case: Case) -> TrainModel:
+    mesh = device_mesh("cpu", Mesh(dict(case.mesh)))
+    process = Process(rank, world_size, torch.device("cpu"), mesh)
+    flags = {"model.name": "tiny", "data.source": "none", "train.method": case.method}
+    flags |= {"train.seed": SEED, "model.dtype": case.config.dtype}
+    if case.lora:
+        flags |= {f"train.lora_{k}": getattr(case.lora, k) for k in ("rank", "alpha", "dropout")}
+    role = RoleProgram(pool="all", mesh=case.mesh, specs=case.specs, dtypes=case.all_dtypes)
+    source = ModelSource(config=case.config, folder=None, tokenizer_folder=Path())
+    return build_model(load_job(None, flags), role, source, process)
+
+
+def train_bound(rank: int, world_size: int, case: Case) -> Outcome:
+    model = build(rank, world_size, case)
+    optimizer = ShardedAdamW(model.decoder.named_parameters(), weight_decay=DECAY, clip_norm=CLIP)
+    losses, norms = [], []
+    for step in range(case.steps):
+        mine = rows_of(case, step)[model.data.rank :: model.data.num_ranks]
+        total = torch.zeros((), dtype=torch.float64)
+        for item, row in enumerate(mine):
+            model.data.begin_item(item, len(mine))
+            loss = bound_loss(model, case, row, step)
+            loss.backward()
+            total += loss.detach()
+        model.finish_step()
+        norms.append(float(optimizer.step(case.lr)))
+        losses.append(float(model.data.sum(total)))
+    return Outcome(losses, norms, dict(model.whole_trainable()))
+
+
+def bound_loss(model: TrainModel, case: Case, row: MicroBatch, step: int) -> Tensor:
+    row = row.extended(model.row_multiple)
+    hidden_SD = hidden_of(model.decoder, row, dropout_key(case, step))
+    counted_N, targets_N = (torch.from_numpy(x) for x in (row.counted_N, row.targets_N))
+    return model.loss(hidden_SD, counted_N, targets_N, num_counted(case, step))
+
+
+# ---- plain ---------------------------------------------------------------------------------------
+
+
+def train_plain(case: Case) -> Outcome:
+    """One process: a decoder, torch's optimizer and torch's clipping."""
+    decoder = Decoder(replace(case.config, dtype=case.all_dtypes["master"]))
+    if case.lora:
+        decoder = Decoder(case.config)
+        inject(decoder, case.lora, dtype=case.all_dtypes["master"])
+        adapters = lora_values(case.config, case.lora, SEED, case.all_dtypes["master"])
+        load_parameters(decoder, adapters, strict=False)
+    values = initial_values(SEED, canonical_tensors(case.config).values())
+    load_parameters(decoder, values, strict=False)
+    decoder.train()
+    trained = {n: p for n, p in decoder.named_parameters() if p.requires_grad}
+    groups = [
+        {"params": [p for p in trained.values() if p.dim() > 1], "weight_decay": DECAY},
+        {"params": [p for p in trained.values() if p.dim() == 1], "weight_decay": 0.0},
+    ]
+    adamw = torch.optim.AdamW([g for g in groups if g["params"]], lr=case.lr, betas=(0.9, 0.95))
+    losses, norms = [], []
+    for step in range(case.steps):
+        total = 0.0
+        for row in rows_of(case, step):
+            loss = plain_loss(decoder, case, row, step)
+            loss.backward()
+            total += loss.item()
+        norm = torch.nn.utils.get_total_norm([p.grad for p in trained.values()])
+        for parameter in trained.values():
+            parameter.grad *= min(1.0, CLIP / (float(norm) + 1e-6))
+        adamw.step()
+        adamw.zero_grad()
+        losses.append(total)
+        norms.append(float(norm))
+    return Outcome(losses, norms, {name: p.detach() for name, p in trained.items()})
+
+
+def plain_loss(decoder: Decoder, case: Case, row: MicroBatch, step: int) -> Tensor:
+    hidden_SD = hidden_of(decoder, row, dropout_key(case, step))
+    counted_N, targets_N = (torch.from_numpy(x) for x in (row.counted_N, row.targets_N))
+    return counted_cross_entropy(
+        hidden_SD,
+        decoder.head_weight,
+        counted_N,
+        targets_N,
+        num_counted_global=num_counted(case, step),
+        soft_cap=case.config.logit_soft_cap,
+    )

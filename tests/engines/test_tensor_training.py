@@ -1,0 +1,95 @@
+"""Training split over a tensor axis equals training in one process.
+
+Float64: weights to 1e-9 after ten steps of AdamW, losses and gradient norms likewise.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from phalanx.models.spec import LoraSpec, small_config
+from tests.engines.tensor_cases import (
+    FSDP,
+    MEGATRON,
+    REPLICATE,
+    SEQUENCE,
+    Case,
+    Outcome,
+    train_cases,
+    train_plain,
+)
+from tests.ranks import run_ranks
+
+CONFIG = small_config(
+    vocab_size=31, hidden_size=18, intermediate_size=20, num_layers=3, num_heads=4, num_kv_heads=2,
+    head_dim=6, window=3, full_every=2, dtype="float64", init_std=0.2, logit_soft_cap=4.0,
+)  # fmt: skip
+LORA = LoraSpec(rank=3, alpha=7.0)
+DROPPED = LoraSpec(rank=3, alpha=7.0, dropout=0.3)
+WHOLE_HEAD = MEGATRON | {"vocabulary_parallel": False}
+FULL, ADAPTED = Case(config=CONFIG), Case(config=CONFIG, lora=LORA)
+BOTH = {"shard": 2, "tp": 2}
+
+CASES = {
+    "tp 2": FULL,
+    "tp 2, no data axis": replace(FULL, mesh={"tp": 2}, specs=(MEGATRON,)),
+    "tp 2, whole vocabulary": replace(FULL, specs=(WHOLE_HEAD,)),
+    "tp 2, tokens split": replace(FULL, specs=(SEQUENCE,)),
+    "tp 2, adapters": ADAPTED,
+    "tp 2, adapters, tokens split": replace(ADAPTED, specs=(SEQUENCE,)),
+    "tp 2, dropout": replace(ADAPTED, lora=DROPPED),
+    "tp 2, dropout, tokens split": replace(ADAPTED, lora=DROPPED, specs=(SEQUENCE,)),
+    "fsdp 2 x tp 2": replace(FULL, mesh=BOTH),
+    "tp 2 x fsdp 2": replace(FULL, mesh={"tp": 2, "shard": 2}),
+    "fsdp 2 x tp 2, tokens split": replace(FULL, mesh=BOTH, specs=(FSDP, SEQUENCE)),
+    "fsdp 2 x tp 2, adapters": replace(ADAPTED, mesh=BOTH),
+    "replicate 2 x tp 2": replace(
+        FULL, mesh={"replicate": 2, "tp": 2}, specs=(REPLICATE, MEGATRON)
+    ),
+    "tp 4 of 2 kv heads": replace(FULL, mesh={"shard": 1, "tp": 4}),
+    "tp 4 of 2 kv heads, adapters": replace(ADAPTED, mesh={"shard": 1, "tp": 4}),
+    "tp 4 of 2 kv heads, tokens split": replace(FULL, mesh={"shard": 1, "tp": 4}, specs=(SEQUENCE,)),
+}
+
+
+def size_of(case: Case) -> int:
+    size = 1
+    for degree in case.mesh.values():
+        size *= degree
+    return size
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> dict[str, list[Outcome]]:
+    """By case, of every rank; one launch per world size."""
+    found: dict[str, list[Outcome]] = {}
+    for size in {size_of(case) for case in CASES.values()}:
+        names = [name for name, case in CASES.items() if size_of(case) == size]
+        ranks = run_ranks(
+            train_cases, size, [CASES[n] for n in names], backend=None, timeout_s=300.0
+        )
+        for at, name in enumerate(names):
+            found[name] = [of_rank[at] for of_rank in ranks]
+    return found
+
+
+@pytest.fixture(scope="module")
+def references() -> dict[LoraSpec | None, Outcome]:
+    return {lora: train_plain(replace(FULL, lora=lora)) for lora in (None, LORA, DROPPED)}
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("name", CASES)
+def test_ten_steps_equal_one_process(name, outcomes, references):
+    case = CASES[name]
+    expected = references[case.lora]
+    for outcome in outcomes[name]:
+        torch.testing.assert_close(outcome.losses, expected.losses, rtol=1e-9, atol=0.0)
+        torch.testing.assert_close(outcome.norms, expected.norms, rtol=1e-9, atol=0.0)
+        assert outcome.weights.keys() == expected.weights.keys()
+        for weight, value in expected.weights.items():
+            found = outcome.weights[weight]
+            torch.testing.assert_close(found, value, rtol=1e-9, atol=1e-9, msg=weight)
