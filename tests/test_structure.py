@@ -15,7 +15,7 @@ TORCH_PARTS = (
     "phalanx.engines",
     "phalanx.stores",
     *(f"phalanx.models.{name}" for name in ("cache", "decoder", "demo", "folders", "gguf_import")),
-    *(f"phalanx.models.{name}" for name in ("hf", "lora", "parameters", "stored_")),
+    *(f"phalanx.models.{name}" for name in ("hf", "lora", "parameters", "peft_folder", "stored_")),
     "phalanx.worlds",
 )
 TORCH_FREE_WORLDS = ("base", "sim", "faults", "replay", "action_json", "pipeline_plan")

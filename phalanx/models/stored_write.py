@@ -9,7 +9,7 @@ import json
 import os
 import shutil
 from collections.abc import Sequence
-from math import prod
+from math import inf, prod
 from pathlib import Path
 
 import torch
@@ -48,6 +48,8 @@ class ShardWriter:
     Args:
         folder: exists; free disk is checked before anything is written.
         planned: every tensor once, in the order of the files.
+        max_shard_bytes: of one file; infinite with `single`.
+        single: name of the only file; "" as transformers names them.
 
     Raises:
         JobError: `environment/disk` without room; from `put`, `copy` and `close` `model/tensor`
@@ -59,16 +61,17 @@ class ShardWriter:
         folder: Path,
         planned: Sequence[PlannedTensor],
         max_shard_bytes: float = MAX_SHARD_BYTES,
+        single: str = "",
     ) -> None:
         self.folder = folder
         self.total_bytes = sum(map(_num_bytes, planned))
         self._num_elements = sum(prod(shape) for _, _, shape in planned)
         require_free(folder, self.total_bytes + RESERVE_BYTES)
-        shards = _shards(planned, max_shard_bytes)
+        shards = _shards(planned, inf if single else max_shard_bytes)
         self._places: dict[str, StoredTensor] = {}
         for number, shard in enumerate(shards, start=1):
             file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-            self._begin_file(folder / (SINGLE if len(shards) == 1 else file), shard)
+            self._begin_file(folder / (single or SINGLE if len(shards) == 1 else file), shard)
         self._missing = dict(self._places)
 
     def _begin_file(self, path: Path, shard: Sequence[PlannedTensor]) -> None:
