@@ -12,13 +12,16 @@ from phalanx.models.spec import DecoderConfig
 class KvCache:
     """Keys and values of one sequence, per layer [kv_head, token, channel], grown by doubling.
 
-    A decoder call appends to every layer and then calls `commit`. `truncate` takes tokens back,
-    as speculative decoding needs; so sliding layers keep tokens behind their window too.
+    A decoder call appends to every layer that makes keys and values, then calls `commit`.
+    `truncate` takes tokens back, as speculative decoding needs; so sliding layers keep tokens
+    behind their window too. Heads and channels are those of the first rows that a layer appends:
+    in tensor parallelism a rank has its own heads only.
 
     Args:
         config: the model.
         capacity: tokens to reserve at once.
         dtype: of the stored keys and values, independent of the weights' dtype.
+        device: where they are kept.
     """
 
     def __init__(
@@ -31,26 +34,23 @@ class KvCache:
     ) -> None:
         self.length = 0
         self._dtype = dtype or getattr(torch, config.dtype)
-        self._keys = [
-            self._reserve(config, at, capacity, device) for at in range(config.num_layers)
-        ]
-        self._values = [torch.empty_like(keys_KTC) for keys_KTC in self._keys]
-
-    def _reserve(self, config: DecoderConfig, layer: int, capacity: int, device) -> Tensor:
-        kind = config.attention(layer)
-        shape = (kind.num_kv_heads, capacity, kind.head_dim)
-        return torch.empty(shape, dtype=self._dtype, device=device)
+        self._capacity, self._device = capacity, device
+        self._keys: dict[int, Tensor] = {}
+        self._values: dict[int, Tensor] = {}
 
     def append(self, layer: int, k_SKC: Tensor, v_SKC: Tensor) -> tuple[Tensor, Tensor]:
         """All keys and values of `layer` with the new rows at their end, [T, K, C] views."""
-        total = self.length + k_SKC.shape[0]
-        for store, rows in ((self._keys, k_SKC), (self._values, v_SKC)):
-            store[layer] = _grown(store[layer], self.length, total)
-            store[layer][:, self.length : total] = rows.transpose(0, 1)
-        return (
-            self._keys[layer][:, :total].transpose(0, 1).to(k_SKC.dtype),
-            self._values[layer][:, :total].transpose(0, 1).to(v_SKC.dtype),
-        )
+        return self._extended(self._keys, layer, k_SKC), self._extended(self._values, layer, v_SKC)
+
+    def _extended(self, stores: dict[int, Tensor], layer: int, rows_SKC: Tensor) -> Tensor:
+        num_rows, num_heads, channels = rows_SKC.shape
+        total = self.length + num_rows
+        if layer not in stores:
+            shape = (num_heads, self._capacity, channels)
+            stores[layer] = torch.empty(shape, dtype=self._dtype, device=self._device)
+        store_KTC = stores[layer] = _grown(stores[layer], self.length, total)
+        store_KTC[:, self.length : total] = rows_SKC.transpose(0, 1)
+        return store_KTC[:, :total].transpose(0, 1).to(rows_SKC.dtype)
 
     def commit(self, num_tokens: int) -> None:
         """Count `num_tokens` rows that every layer has appended."""

@@ -1,7 +1,7 @@
-"""The decoder of the Gemma 3 text family; its state dict is the set of canonical tensors.
+"""One decoder for all families; its state dict is the set of canonical tensors.
 
-Legend: S packed rows (tokens), D model, H query heads, K key/value heads, C channels per head,
-F feed-forward, V vocabulary.
+Legend: S packed rows (tokens), D model, V vocabulary, L layers, P channels of a per-layer
+embedding.
 """
 
 from __future__ import annotations
@@ -12,151 +12,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from phalanx.errors import JobError, PlanError
 from phalanx.models.cache import KvCache
+from phalanx.models.decoder_layers import (
+    DecoderLayer,
+    Projection,
+    RmsNorm,
+    RowContext,
+    kind_rope,
+)
 from phalanx.models.spec import DTYPE_BYTES, DecoderConfig
-from phalanx.ops.attention import Documents, causal_attention, packed_attention
+from phalanx.ops.attention import Documents
 from phalanx.ops.dropout import DropoutKey
-from phalanx.ops.norm import rms_norm, rms_norm_rotate
-from phalanx.ops.rope import rope_table
 
-
-class RowContext:
-    """What every layer needs to know about the rows of one call.
-
-    Deliberately neither dataclass nor pytree: FSDP2 casts the float tensors that it finds in layer
-    arguments to its parameter dtype, which would round the rotation tables.
-
-    Attributes:
-        documents: where documents begin and end.
-        rope: layer kind -> (cos, sin), float32.
-        caches: one per document, or None.
-        dropout: what adapters' dropout depends on, or None.
-    """
-
-    def __init__(
-        self,
-        documents: Documents,
-        rope: dict[str, tuple[Tensor, Tensor]],
-        caches: tuple[KvCache, ...] | None,
-        dropout: DropoutKey | None,
-    ) -> None:
-        self.documents, self.rope, self.caches, self.dropout = documents, rope, caches, dropout
-
-
-class RmsNorm(nn.Module):
-    """Norm with weights around zero."""
-
-    def __init__(self, num_channels: int, eps: float, **factory) -> None:
-        super().__init__()
-        self.eps = eps
-        self.weight = nn.Parameter(torch.zeros(num_channels, **factory))
-
-    def forward(self, x_SD: Tensor, rope: tuple[Tensor, Tensor] | None = None) -> Tensor:
-        """Same shape as `x_SD`; with (cos, sin), rows are rotated after the norm."""
-        if rope is None:
-            return rms_norm(x_SD, self.weight, self.eps)
-        return rms_norm_rotate(x_SD, self.weight, self.eps, *rope)
-
-
-class Projection(nn.Linear):
-    """A matrix without bias that an adapter may extend (`models.lora`).
-
-    `dropout` goes by keyword: torch's tensor-parallel hooks keep only the first positional input.
-    """
-
-    def __init__(self, num_in: int, num_out: int, **factory) -> None:
-        super().__init__(num_in, num_out, bias=False, **factory)
-
-    def forward(self, x_SD: Tensor, dropout: DropoutKey | None = None) -> Tensor:
-        """x W^T; `dropout` matters to adapters only."""
-        return F.linear(x_SD, self.weight)
-
-
-class Attention(nn.Module):
-    """Grouped-query attention with q/k norm and rotary positions."""
-
-    def __init__(self, config: DecoderConfig, layer: int, **factory) -> None:
-        super().__init__()
-        self.layer, self.kind = layer, config.attention(layer)
-        self.scale = config.query_scale
-        kind, d = self.kind, config.hidden_size
-        q, kv = kind.num_heads * kind.head_dim, kind.num_kv_heads * kind.head_dim
-        self.q_proj = Projection(d, q, **factory)
-        self.k_proj = Projection(d, kv, **factory)
-        self.v_proj = Projection(d, kv, **factory)
-        self.o_proj = Projection(q, d, **factory)
-        self.q_norm = RmsNorm(kind.head_dim, config.norm_eps, **factory)
-        self.k_norm = RmsNorm(kind.head_dim, config.norm_eps, **factory)
-
-    def forward(self, x_SD: Tensor, context: RowContext) -> Tensor:
-        """Output of the attention block, [S, D]."""
-        rope, head_shape = context.rope[self.kind.name], (-1, self.kind.head_dim)
-        # heads are counted from the projections, which hold a part of them under tensor parallelism
-        q_SHC = self.q_proj(x_SD, dropout=context.dropout).unflatten(-1, head_shape)
-        k_SKC = self.k_proj(x_SD, dropout=context.dropout).unflatten(-1, head_shape)
-        v_SKC = self.v_proj(x_SD, dropout=context.dropout).unflatten(-1, head_shape)
-        q_SHC = self.q_norm(q_SHC, rope)
-        k_SKC = self.k_norm(k_SKC, rope)
-        attend = self._attend if context.caches is None else self._attend_cached
-        out_SHC = attend(q_SHC, k_SKC, v_SKC, context)
-        return self.o_proj(out_SHC.flatten(-2), dropout=context.dropout)
-
-    def _attend(self, q_SHC: Tensor, k_SKC: Tensor, v_SKC: Tensor, context: RowContext) -> Tensor:
-        return packed_attention(
-            q_SHC, k_SKC, v_SKC, context.documents, scale=self.scale, window=self.kind.window
-        )
-
-    def _attend_cached(
-        self, q_SHC: Tensor, k_SKC: Tensor, v_SKC: Tensor, context: RowContext
-    ) -> Tensor:
-        rows = zip(
-            context.caches, *(x.split(context.documents.lengths) for x in (q_SHC, k_SKC, v_SKC))
-        )
-        outputs = []
-        for cache, q, k, v in rows:
-            k_TKC, v_TKC = cache.append(self.layer, k, v)
-            outputs.append(
-                causal_attention(q, k_TKC, v_TKC, scale=self.scale, window=self.kind.window)
-            )
-        return torch.cat(outputs)
-
-
-class FeedForward(nn.Module):
-    """down(gelu_tanh(gate(x)) * up(x))."""
-
-    def __init__(self, config: DecoderConfig, **factory) -> None:
-        super().__init__()
-        d, f = config.hidden_size, config.intermediate_size
-        self.gate_proj = Projection(d, f, **factory)
-        self.up_proj = Projection(d, f, **factory)
-        self.down_proj = Projection(f, d, **factory)
-
-    def forward(self, x_SD: Tensor, context: RowContext) -> Tensor:
-        """[S, D]."""
-        gate_SF = F.gelu(self.gate_proj(x_SD, dropout=context.dropout), approximate="tanh")
-        up_SF = self.up_proj(x_SD, dropout=context.dropout)
-        return self.down_proj(gate_SF * up_SF, dropout=context.dropout)
-
-
-class DecoderLayer(nn.Module):
-    """Attention and feed-forward, each with a norm before and after it (sandwich norms)."""
-
-    def __init__(self, config: DecoderConfig, layer: int, **factory) -> None:
-        super().__init__()
-        d, eps = config.hidden_size, config.norm_eps
-        self.self_attn = Attention(config, layer, **factory)
-        self.mlp = FeedForward(config, **factory)
-        self.input_layernorm = RmsNorm(d, eps, **factory)
-        self.post_attention_layernorm = RmsNorm(d, eps, **factory)
-        self.pre_feedforward_layernorm = RmsNorm(d, eps, **factory)
-        self.post_feedforward_layernorm = RmsNorm(d, eps, **factory)
-
-    def forward(self, x_SD: Tensor, context: RowContext) -> Tensor:
-        """[S, D]."""
-        attended = self.self_attn(self.input_layernorm(x_SD), context)
-        x_SD = x_SD + self.post_attention_layernorm(attended)
-        fed = self.mlp(self.pre_feedforward_layernorm(x_SD), context)
-        return x_SD + self.post_feedforward_layernorm(fed)
+__all__ = ["Decoder", "DecoderLayer", "Projection", "RmsNorm", "RowContext", "rounded"]
 
 
 class DecoderBody(nn.Module):
@@ -166,12 +35,18 @@ class DecoderBody(nn.Module):
         super().__init__()
         self.config = config
         first, last = ends
-        if first or last:  # the tied head needs the embedding too
-            self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, **factory)
+        d, offset = config.hidden_size, config.norm_offset
+        if first or (last and config.tied_head):
+            self.embed_tokens = nn.Embedding(config.vocab_size, d, **factory)
+        if (ple := config.per_layer_embedding) is not None:
+            channels = config.num_layers * ple.width
+            self.embed_tokens_per_layer = nn.Embedding(ple.vocab_size, channels, **factory)
+            self.per_layer_model_projection = Projection(d, channels, **factory)
+            self.per_layer_projection_norm = RmsNorm(ple.width, config.norm_eps, offset, **factory)
         # a dict keyed by the global index: a pipeline stage keeps canonical names
         self.layers = nn.ModuleDict({str(at): DecoderLayer(config, at, **factory) for at in layers})
         if last:
-            self.norm = RmsNorm(config.hidden_size, config.norm_eps, **factory)
+            self.norm = RmsNorm(d, config.norm_eps, offset, **factory)
 
 
 class Decoder(nn.Module):
@@ -183,6 +58,10 @@ class Decoder(nn.Module):
         layers: global indices of the layers to hold; None: all.
 
     Weights are undefined until `parameters.load_parameters` fills them.
+
+    Raises:
+        JobError: `model/unknown` for a mixture of experts, which is not computed.
+        PlanError: `plan/illegal` for a stage that needs what another one holds.
     """
 
     def __init__(
@@ -194,14 +73,19 @@ class Decoder(nn.Module):
     ) -> None:
         super().__init__()
         layers = range(config.num_layers) if layers is None else layers
+        _require_computable(config, layers)
         self.config = config
         self.is_first = layers.start == 0
         self.is_last = layers.stop == config.num_layers
         dtype = getattr(torch, config.dtype)
-        self._embedding_scale = _rounded(config.hidden_size**0.5)
+        self._embedding_scale = rounded(config.hidden_size**0.5)
+        if config.per_layer_embedding is not None:
+            self._per_layer_scale = rounded(config.per_layer_embedding.width**0.5)
         with torch.device("meta"):
             ends = (self.is_first, self.is_last)
             self.model = DecoderBody(config, layers, ends, dtype=dtype)
+            if self.is_last and not config.tied_head:
+                self.lm_head = Projection(config.hidden_size, config.vocab_size, dtype=dtype)
         if torch.device(device).type != "meta":
             self.to_empty(device=device)
 
@@ -229,7 +113,11 @@ class Decoder(nn.Module):
             positions_S = self._positions(documents, caches, rows.device)
         x_SD = self._embed(rows) if self.is_first else rows
         context = RowContext(
-            documents, self._rope(positions_S), None if caches is None else tuple(caches), dropout
+            documents,
+            {kind.name: kind_rope(kind, positions_S) for kind in self.config.kinds},
+            None if caches is None else tuple(caches),
+            dropout,
+            None if self.config.per_layer_embedding is None else self._per_layer(rows, x_SD),
         )
         for layer in self.model.layers.values():
             x_SD = layer(x_SD, context)
@@ -239,8 +127,8 @@ class Decoder(nn.Module):
 
     @property
     def head_weight(self) -> nn.Parameter:
-        """The tied head [V, D], for `ops.loss.counted_cross_entropy`."""
-        return self.model.embed_tokens.weight
+        """The head [V, D], tied or not, for `ops.loss.counted_cross_entropy`."""
+        return self.model.embed_tokens.weight if self.config.tied_head else self.lm_head.weight
 
     def logits(self, hidden_SD: Tensor) -> Tensor:
         """Logits [S, V] of these hidden states, in their dtype; pass only the rows you need."""
@@ -250,13 +138,18 @@ class Decoder(nn.Module):
 
     def _embed(self, tokens_S: Tensor) -> Tensor:
         rows_SD = self.model.embed_tokens(tokens_S)
+        if not self.config.scale_embedding:
+            return rows_SD
         return rows_SD * self._embedding_scale[rows_SD.dtype]
 
-    def _rope(self, positions_S: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
-        return {
-            kind.name: rope_table(positions_S, kind.head_dim, kind.rope_theta, kind.rope_factor)
-            for kind in self.config.kinds
-        }
+    def _per_layer(self, tokens_S: Tensor, x_SD: Tensor) -> Tensor:
+        """What tokens and their embeddings say to each layer, [S, L, P]."""
+        own_SC = self.model.embed_tokens_per_layer(tokens_S)
+        own_SC = own_SC * self._per_layer_scale[own_SC.dtype]
+        projected_SC = self.model.per_layer_model_projection(x_SD) * self.config.hidden_size**-0.5
+        shape = (self.config.num_layers, -1)
+        projected_SLP = self.model.per_layer_projection_norm(projected_SC.unflatten(-1, shape))
+        return (projected_SLP + own_SC.unflatten(-1, shape)) * 2.0**-0.5
 
     @staticmethod
     def _positions(
@@ -269,7 +162,23 @@ class Decoder(nn.Module):
         return positions_S + torch.cat(past).to(device)
 
 
-def _rounded(factor: float) -> dict[torch.dtype, float]:
-    """The factor on the embedding, rounded to the dtype that computes, as transformers does."""
+def _require_computable(config: DecoderConfig, layers: range) -> None:
+    if config.experts is not None:
+        rule = "a mixture of experts is counted but not computed"
+        raise JobError("model/unknown", "enable_moe_block", True, rule, legal=[False])
+    where = "stage"
+    if config.per_layer_embedding is not None and len(layers) < config.num_layers:
+        rule = "per-layer embeddings need the tokens in every layer, which one stage only has"
+        legal = [range(config.num_layers)]
+        raise PlanError("plan/illegal", where, layers, rule, legal=legal)
+    for layer in layers:
+        if (source := config.kv_source(layer)) not in layers:
+            rule = f"layer {layer} uses keys and values of layer {source}, which is not in it"
+            legal = [range(source, layers.stop)]
+            raise PlanError("plan/illegal", where, layers, rule, legal=legal)
+
+
+def rounded(factor: float) -> dict[torch.dtype, float]:
+    """A factor on an embedding, rounded to the dtype that computes, as transformers does."""
     dtypes = [getattr(torch, name) for name in DTYPE_BYTES]
     return {dtype: torch.tensor(factor, dtype=dtype).item() for dtype in dtypes}

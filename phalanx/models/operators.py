@@ -211,7 +211,7 @@ class _Builder:
             name=f"{prefix}.mlp.gate",
             layer=layer,
             op="gate",
-            saved_bytes_per_token=3 * f if kept else 0.0,
+            saved_bytes_per_token=2 * f if kept else 0.0,
             out_bytes_per_token=f,
         )
         return [

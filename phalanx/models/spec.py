@@ -28,9 +28,12 @@ __all__ = [
     "LoraSpec",
     "TensorSpec",
     "canonical_tensors",
+    "kv_bytes",
+    "kv_token_bytes",
     "layer_tensors",
     "lora_targets",
     "lora_tensors",
+    "lora_warnings",
     "num_params",
     "parse_config",
     "read_config",
@@ -50,13 +53,17 @@ class TensorSpec:
         name: Hugging Face's name.
         shape: full, unsharded shape.
         dtype: name of the dtype it is stored in.
-        init_std: standard deviation of its fresh values; 0: all zero.
+        init_std: standard deviation of its fresh values; 0: all equal `init_mean`.
+        init_mean: mean of its fresh values.
+        is_trained: False for what Hugging Face keeps as a buffer: stored, never trained.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     init_std: float = 0.0
+    init_mean: float = 0.0
+    is_trained: bool = True
 
     @property
     def num_elements(self) -> int:
@@ -69,45 +76,91 @@ class TensorSpec:
         return self.num_elements * DTYPE_BYTES[self.dtype]
 
 
+_Shapes = dict[str, tuple[int, ...]]
+_ONES = ("scale", "per_expert_scale", "layer_scalar")  # what starts at 1 beside plain norms
+
+
 def layer_tensors(config: DecoderConfig, layer: int) -> list[TensorSpec]:
     """The tensors of one decoder layer, in the order in which they are used."""
-    kind, d, f = config.attention(layer), config.hidden_size, config.intermediate_size
+    d = config.hidden_size
+    shapes: _Shapes = {"input_layernorm.weight": (d,)}
+    shapes |= {f"self_attn.{name}": s for name, s in _attention_shapes(config, layer).items()}
+    shapes["post_attention_layernorm.weight"] = (d,)
+    if config.sandwich_norms:
+        shapes["pre_feedforward_layernorm.weight"] = (d,)
+    f = config.ffn_width(layer)
+    shapes |= {"mlp.gate_proj.weight": (f, d), "mlp.up_proj.weight": (f, d)}
+    shapes["mlp.down_proj.weight"] = (d, f)
+    if config.experts is not None:
+        shapes |= _expert_shapes(config)
+    if config.sandwich_norms:
+        shapes["post_feedforward_layernorm.weight"] = (d,)
+    if config.per_layer_embedding is not None:
+        width = config.per_layer_embedding.width
+        shapes["per_layer_input_gate.weight"] = (width, d)
+        shapes["per_layer_projection.weight"] = (d, width)
+        shapes["post_per_layer_input_norm.weight"] = (d,)
+    if config.layer_scalar:
+        shapes["layer_scalar"] = (1,)
+    return [_tensor(config, f"model.layers.{layer}.{name}", s) for name, s in shapes.items()]
+
+
+def _attention_shapes(config: DecoderConfig, layer: int) -> _Shapes:
+    kind, d = config.attention(layer), config.hidden_size
     q, kv = kind.num_heads * kind.head_dim, kind.num_kv_heads * kind.head_dim
-    shapes: dict[str, tuple[int, ...]] = {
-        "input_layernorm": (d,),
-        "self_attn.q_proj": (q, d),
-        "self_attn.k_proj": (kv, d),
-        "self_attn.v_proj": (kv, d),
-        "self_attn.q_norm": (kind.head_dim,),
-        "self_attn.k_norm": (kind.head_dim,),
-        "self_attn.o_proj": (d, q),
-        "post_attention_layernorm": (d,),
-        "pre_feedforward_layernorm": (d,),
-        "mlp.gate_proj": (f, d),
-        "mlp.up_proj": (f, d),
-        "mlp.down_proj": (d, f),
-        "post_feedforward_layernorm": (d,),
+    makes_kv = config.kv_source(layer) == layer
+    shapes: _Shapes = {"q_proj.weight": (q, d)}
+    if makes_kv:
+        shapes["k_proj.weight"] = (kv, d)
+    if makes_kv and not kind.key_is_value:
+        shapes["v_proj.weight"] = (kv, d)
+    if config.qk_norm:
+        shapes["q_norm.weight"] = (kind.head_dim,)
+    if config.qk_norm and makes_kv:
+        shapes["k_norm.weight"] = (kind.head_dim,)
+    return shapes | {"o_proj.weight": (d, q)}
+
+
+def _expert_shapes(config: DecoderConfig) -> _Shapes:
+    """A router and experts beside the dense feed-forward, each path with norms of its own."""
+    assert config.experts is not None
+    (count, _, width), d = config.experts, config.hidden_size
+    return {
+        "post_feedforward_layernorm_1.weight": (d,),
+        "router.scale": (d,),
+        "router.proj.weight": (count, d),
+        "router.per_expert_scale": (count,),
+        "pre_feedforward_layernorm_2.weight": (d,),
+        "experts.gate_up_proj": (count, 2 * width, d),
+        "experts.down_proj": (count, d, width),
+        "post_feedforward_layernorm_2.weight": (d,),
     }
-    return [
-        TensorSpec(
-            f"model.layers.{layer}.{name}.weight",
-            shape,
-            config.dtype,
-            config.init_std if len(shape) == 2 else 0.0,
-        )
-        for name, shape in shapes.items()
-    ]
+
+
+def _tensor(config: DecoderConfig, name: str, shape: tuple[int, ...]) -> TensorSpec:
+    leaf = name.rsplit(".", 1)[-1]
+    if len(shape) > 1:
+        return TensorSpec(name, shape, config.dtype, config.init_std)
+    mean = 1.0 if leaf in _ONES else 1.0 - config.norm_offset
+    return TensorSpec(name, shape, config.dtype, init_mean=mean, is_trained=leaf != "layer_scalar")
 
 
 def canonical_tensors(config: DecoderConfig) -> dict[str, TensorSpec]:
-    """Name -> spec of every stored tensor; the head is the embedding and not stored twice."""
+    """Name -> spec of every stored tensor; a tied head is the embedding and not stored twice."""
     d = config.hidden_size
-    embedding = TensorSpec(
-        "model.embed_tokens.weight", (config.vocab_size, d), config.dtype, config.init_std
-    )
-    norm = TensorSpec("model.norm.weight", (d,), config.dtype)
-    layers = [spec for at in range(config.num_layers) for spec in layer_tensors(config, at)]
-    return {spec.name: spec for spec in (embedding, *layers, norm)}
+    shapes: _Shapes = {"model.embed_tokens.weight": (config.vocab_size, d)}
+    if (ple := config.per_layer_embedding) is not None:
+        channels = config.num_layers * ple.width
+        shapes["model.embed_tokens_per_layer.weight"] = (ple.vocab_size, channels)
+        shapes["model.per_layer_model_projection.weight"] = (channels, d)
+        shapes["model.per_layer_projection_norm.weight"] = (ple.width,)
+    specs = [_tensor(config, name, shape) for name, shape in shapes.items()]
+    for layer in range(config.num_layers):
+        specs += layer_tensors(config, layer)
+    specs.append(_tensor(config, "model.norm.weight", (d,)))
+    if not config.tied_head:
+        specs.append(_tensor(config, "lm_head.weight", (config.vocab_size, d)))
+    return {spec.name: spec for spec in specs}
 
 
 def num_params(config: DecoderConfig) -> int:
@@ -118,6 +171,25 @@ def num_params(config: DecoderConfig) -> int:
 def weight_bytes(config: DecoderConfig) -> int:
     """Bytes of all weights in the config's dtype."""
     return sum(spec.num_bytes for spec in canonical_tensors(config).values())
+
+
+def kv_token_bytes(config: DecoderConfig, kind: str | None = None, dtype: str = "") -> int:
+    """Bytes of keys and values per cached token, of layers of one kind or of all: 2 K C each.
+
+    Args:
+        dtype: of the cache; "": the config's.
+    """
+    itemsize = DTYPE_BYTES[dtype or config.dtype]
+    kinds = map(config.attention, config.kv_layers(kind))
+    return sum(2 * each.num_kv_heads * each.head_dim * itemsize for each in kinds)
+
+
+def kv_bytes(config: DecoderConfig, num_tokens: int, dtype: str = "") -> int:
+    """Bytes of the cache of one sequence when layers with a window keep that window only."""
+    return sum(
+        kv_token_bytes(config, kind.name, dtype) * min(num_tokens, kind.window or num_tokens)
+        for kind in config.kinds
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,18 +231,14 @@ def _matches(module: str, pattern: str) -> bool:
 
 
 def lora_targets(config: DecoderConfig, lora: LoraSpec) -> list[TensorSpec]:
-    """The matrices that get an adapter, in canonical order.
+    """The matrices that get an adapter, in canonical order: those of layers, without routers.
 
     Raises:
         JobError: `job/bad-value` for a target that matches no matrix.
     """
-    matrices = [
-        spec
-        for at in range(config.num_layers)
-        for spec in layer_tensors(config, at)
-        if len(spec.shape) == 2
-    ]
-    modules = {spec.name.removesuffix(".weight"): spec for spec in matrices}
+    modules = {
+        name: spec for at in range(config.num_layers) for name, spec in _matrices(config, at)
+    }
     for pattern in lora.targets:
         if not any(_matches(module, pattern) for module in modules):
             legal = nearest_names(pattern, PROJECTIONS)
@@ -179,6 +247,41 @@ def lora_targets(config: DecoderConfig, lora: LoraSpec) -> list[TensorSpec]:
     return [
         spec for module, spec in modules.items() if any(_matches(module, p) for p in lora.targets)
     ]
+
+
+def _matrices(config: DecoderConfig, layer: int) -> list[tuple[str, TensorSpec]]:
+    """(module, spec) of the matrices of a layer that an adapter may extend."""
+    return [
+        (spec.name.removesuffix(".weight"), spec)
+        for spec in layer_tensors(config, layer)
+        if len(spec.shape) == 2 and ".router." not in spec.name
+    ]
+
+
+def lora_warnings(config: DecoderConfig, lora: LoraSpec) -> list[str]:
+    """One line for each target that adapts nothing in a whole kind of layers.
+
+    Layers are of one kind when they have the same attention and the same matrices: in Gemma 4,
+    `v_proj` leaves out full layers (K = V), `k_proj` those that use another layer's keys. A target
+    that names one module in full says what it means and is never warned of.
+    """
+    kinds: dict[tuple[str, bool], list[int]] = {}
+    for at, name in enumerate(config.layer_kinds):
+        kinds.setdefault((name, config.kv_source(at) != at), []).append(at)
+    warnings = []
+    for pattern in lora.targets:
+        if "." in pattern and not set(pattern) & set("*?["):
+            continue
+        for (name, shares), layers in kinds.items():
+            modules = [module for at in layers for module, _ in _matrices(config, at)]
+            if not any(_matches(module, pattern) for module in modules):
+                which = f"{len(layers)} {name} layers"
+                which += " that use keys and values of other layers" if shares else ""
+                near = f"they have {', '.join(sorted({m.rsplit('.', 1)[-1] for m in modules}))}"
+                warnings.append(
+                    f"lora.targets = {pattern!r}: adapts nothing in the {which}: {near}"
+                )
+    return warnings
 
 
 def lora_tensors(

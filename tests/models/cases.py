@@ -52,14 +52,16 @@ CONFIGS: dict[str, DecoderConfig] = {
 
 
 def random_decoder(config: DecoderConfig, seed: int = 1) -> Decoder:
-    """Fresh matrices, and norms that are not the identity."""
+    """Fresh matrices, norms that are not the identity, layer scalars that are not 1."""
     decoder = Decoder(config)
     load_parameters(decoder, initial_values(seed, canonical_tensors(config).values()))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in decoder.named_parameters():
-            if "norm" in name:
-                parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
+            if parameter.dim() == 1:
+                mean = 1.0 if name.endswith("layer_scalar") else 1.0 - config.norm_offset
+                noise = 0.3 * torch.randn(parameter.shape, generator=generator)
+                parameter.copy_(mean + noise)
             else:
                 parameter.mul_(5.0)  # so that the layers matter beside the residual stream
     return decoder
@@ -73,12 +75,12 @@ def random_tokens(config: DecoderConfig, count: int, seed: int = 2) -> torch.Ten
 
 def transformers_twin(decoder: Decoder, **options):
     """The transformers model of the same config with the same weights."""
-    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     table = to_huggingface(decoder.config)
     table.pop("architectures")
-    twin = Gemma3ForCausalLM(Gemma3TextConfig(**table, **options)).eval()
-    twin = twin.to(next(decoder.parameters()).dtype)
+    config = AutoConfig.for_model(**(table | options))
+    twin = AutoModelForCausalLM.from_config(config).eval().to(next(decoder.parameters()).dtype)
     missing, unexpected = twin.load_state_dict(decoder.state_dict(), strict=False)
-    assert missing == ["lm_head.weight"] and not unexpected  # tied
+    assert missing == (["lm_head.weight"] if decoder.config.tied_head else []) and not unexpected
     return twin

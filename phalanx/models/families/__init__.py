@@ -8,7 +8,7 @@ at once. A new family needs this file and a test of its logits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
@@ -17,9 +17,6 @@ from pkgutil import iter_modules
 from typing import Any
 
 from phalanx.models.architecture import DecoderConfig
-
-# Where files keep the text model: as canonical names have it, then the multimodal forms.
-_PREFIXES = (("", ""), ("model.", "model.language_model."), ("", "language_model."))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,17 +54,3 @@ def families() -> dict[str, Family]:
 def wrappers() -> dict[str, Family]:
     """Families by the `model_type` of multimodal configs around them."""
     return {name: family for family in families().values() for name in family.wrapper_types}
-
-
-def checkpoint_name(canonical: str, names_present: Collection[str]) -> str:
-    """The name under which a checkpoint stores a canonical tensor.
-
-    Multimodal repositories keep the text model under `model.language_model.` or
-    `language_model.model.`. A name that is nowhere is given back as it is.
-    """
-    for ours, theirs in _PREFIXES:
-        if canonical.startswith(ours):
-            stored = theirs + canonical[len(ours) :]
-            if stored in names_present:
-                return stored
-    return canonical
