@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from phalanx.errors import JobError, nearest_names
+from phalanx.ops import native
 
 ACTIVATIONS = ("gelu_tanh", "silu")
 
@@ -46,12 +47,16 @@ class _GatedProduct(torch.autograd.Function):
     def forward(ctx, gate_SF, up_SF, activation):
         ctx.save_for_backward(gate_SF, up_SF)
         ctx.activation = activation
+        if native.serves(gate_SF, up_SF):
+            return native.gate_forward(gate_SF, up_SF, activation)
         return _activated(gate_SF, activation).mul_(up_SF)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_SF):
         gate_SF, up_SF = ctx.saved_tensors
+        if native.serves(grad_SF, gate_SF, up_SF):
+            return *native.gate_backward(grad_SF, gate_SF, up_SF, ctx.activation), None
         grad_gate_SF = grad_up_SF = None
         if ctx.needs_input_grad[1]:
             grad_up_SF = _activated(gate_SF, ctx.activation).mul_(grad_SF)
