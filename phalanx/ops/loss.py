@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from phalanx.ops import native
 from phalanx.ops.tensor_exchange import enter
 from phalanx.ops.vocabulary import VocabularyPart
 
@@ -124,7 +125,7 @@ class _Chunk:
     """
 
     def __init__(self, rows_nD: Tensor, head_VD: Tensor, targets_n: Tensor, split: _Split) -> None:
-        self.soft_cap = soft_cap = split.soft_cap
+        self.soft_cap = split.soft_cap
         self.targets_n1 = targets_n[:, None] - (0 if split.part is None else split.part.first)
         size = max(256, _TILE_ELEMENTS // max(1, rows_nD.shape[0]))
         self.tiles: list[tuple[int, Tensor]] = []
@@ -133,17 +134,28 @@ class _Chunk:
         for start in range(0, head_VD.shape[0], size):
             raw_nv = F.linear(rows_nD, head_VD[start : start + size])
             self.tiles.append((start, raw_nv))
-            logits_nv = _capped(raw_nv, soft_cap)
-            at_n1, inside_n1 = self._targets_in(start, raw_nv.shape[1])
-            target_n1 += logits_nv.gather(1, at_n1) * inside_n1
-            higher_n1 = torch.maximum(peak_n1, logits_nv.amax(-1, keepdim=True))
-            sum_n1 *= (peak_n1 - higher_n1).exp()
-            sum_n1 += logits_nv.sub_(higher_n1).exp_().sum(-1, keepdim=True)
-            peak_n1 = higher_n1
+            self._take(start, raw_nv, peak_n1, sum_n1, target_n1)
         if split.part is not None:
             peak_n1, sum_n1, target_n1 = _over_parts(peak_n1, sum_n1, target_n1, split.part.group)
         self.lse_n1 = peak_n1 + sum_n1.log()
         self.losses_n = (self.lse_n1 - target_n1)[:, 0]
+
+    def _take(
+        self, start: int, raw_nv: Tensor, peak_n1: Tensor, sum_n1: Tensor, target_n1: Tensor
+    ) -> None:
+        """A tile into the running peak, sum of exponentials below it and target's logit."""
+        if native.serves(raw_nv):
+            native.loss_tile_(
+                raw_nv, self.targets_n1, start, self.soft_cap, peak_n1, sum_n1, target_n1
+            )
+            return
+        logits_nv = _capped(raw_nv, self.soft_cap)
+        at_n1, inside_n1 = self._targets_in(start, raw_nv.shape[1])
+        target_n1 += logits_nv.gather(1, at_n1) * inside_n1
+        higher_n1 = torch.maximum(peak_n1, logits_nv.amax(-1, keepdim=True))
+        sum_n1 *= (peak_n1 - higher_n1).exp()
+        sum_n1 += logits_nv.sub_(higher_n1).exp_().sum(-1, keepdim=True)
+        peak_n1.copy_(higher_n1)
 
     def _targets_in(self, start: int, size: int) -> tuple[Tensor, Tensor]:
         """Where in the tile each row's target is (clamped), and whether it is there at all."""
@@ -151,8 +163,19 @@ class _Chunk:
         return at_n1.clamp(0, size - 1), (at_n1 >= 0) & (at_n1 < size)
 
     def logit_gradients(self) -> Iterator[tuple[int, Tensor]]:
-        """(first token, d losses / d raw logits [n, v]) tile by tile, in the dtype of the rows."""
+        """(first token, d losses / d raw logits [n, v]) tile by tile, in the dtype of the rows.
+
+        Once: a compiled form writes over the logits.
+        """
         for start, raw_nv in self.tiles:
+            if native.serves(raw_nv):
+                yield (
+                    start,
+                    native.loss_tile_gradient_(
+                        raw_nv, self.targets_n1, start, self.soft_cap, self.lse_n1
+                    ),
+                )
+                continue
             logits_nv = _capped(raw_nv, self.soft_cap)
             slope = None if self.soft_cap is None else 1.0 - (logits_nv / self.soft_cap).square()
             grad_nv = logits_nv.sub_(self.lse_n1).exp_()
