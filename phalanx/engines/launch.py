@@ -18,12 +18,17 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import FrameType
+from typing import TYPE_CHECKING
 
 from phalanx.errors import WorldError
+
+if TYPE_CHECKING:
+    from phalanx.engines.hang import Monitor
 
 LAUNCHER_VARIABLE = "PHALANX_LAUNCHER"  # process id of the launcher, for its ranks
 GRACE_S = 5.0  # for the others to end by themselves once a rank has failed
 _TAIL_LINES = 12
+_STACKS_S = 1.0  # for ranks to write their stacks
 # Of an outer launcher; ranks that saw them would look for its store.
 _OUTER = ("TORCHELASTIC_", "GROUP_", "ROLE_", "SLURM_", "PMI", "OMPI_", "ACCELERATE_")
 # gloo asks the name server who 127.0.0.1 is at each connection; one that is silent costs 5 s
@@ -38,6 +43,7 @@ def launch_local(
     on_line: Callable[[str], None] | None = None,
     timeout_s: float | None = None,
     stop_s: float = GRACE_S,
+    monitor: Monitor | None = None,
 ) -> None:
     """Run `python -m module arguments` as `num_processes` ranks and wait for all of them.
 
@@ -45,10 +51,11 @@ def launch_local(
         on_line: gets each line that rank 0 prints, while it runs.
         timeout_s: for the whole; None: no limit.
         stop_s: for ranks that were told to stop (SIGTERM) until they are killed.
+        monitor: looks for ranks that hang, of ranks that keep a `watch.Watch`.
 
     Raises:
         WorldError: `world/failed` or `world/dead` with the end of what the first failing rank
-            wrote to its standard error, `world/timeout` naming the ranks that still ran.
+            wrote to its standard error, `world/timeout` naming the ranks that still ran or hang.
         KeyboardInterrupt: this process got SIGINT or SIGTERM, and the ranks did not fail.
 
     All ranks have ended when it returns or raises.
@@ -60,12 +67,12 @@ def launch_local(
                 for rank in range(num_processes):
                     hear = on_line if rank == 0 else None
                     ranks.append(_Rank(module, arguments, rank, num_processes, port, hear))
-                failed = _wait(ranks, timeout_s, requests, stop_s)
+                failed = _Wait(ranks, requests, monitor).until_ended(timeout_s, stop_s)
         finally:
             for each in ranks:
                 each.stop()
     if failed is not None:
-        raise failed.error()
+        raise failed.error(monitor)
     if requests:
         raise KeyboardInterrupt
 
@@ -158,16 +165,21 @@ class _Rank:
         for reader in self._readers:
             reader.join(timeout=GRACE_S)
 
-    def error(self) -> WorldError:
-        code = self.process.returncode
+    def error(self, monitor: Monitor | None) -> WorldError:
+        """Why it failed, and where it was."""
+        code, sign = self.process.returncode, monitor.last_sign(self.rank) if monitor else None
         detail = "\n".join(self.tail)
+        where = f"rank {self.rank}" + (f" on {sign.host}" if sign else "")
         if code < 0:
             rule = f"was ended by signal {-code} ({signal.Signals(-code).name})"
-            return WorldError("world/dead", f"rank {self.rank}", None, rule, detail=detail)
+            rule += f"; {sign.place()}" if sign else ""
+            return WorldError("world/dead", where, None, rule, detail=detail)
         # a rank that knows what is wrong says so in its last line: "code: sentence"
         last = self.tail[-1] if self.tail else f"exit code {code}"
-        detail = "" if code == 2 else detail
-        return WorldError("world/failed", f"rank {self.rank}", None, last, detail=detail)
+        if code == 2:
+            return WorldError("world/failed", f"rank {self.rank}", None, last)
+        last += f"; {sign.place()}" if sign else ""
+        return WorldError("world/failed", where, None, last, detail=detail)
 
 
 def _read(stream, on_line: Callable[[str], None] | None) -> None:
@@ -177,29 +189,59 @@ def _read(stream, on_line: Callable[[str], None] | None) -> None:
                 on_line(line.rstrip("\n"))
 
 
-def _wait(
-    ranks: Sequence[_Rank], timeout_s: float | None, requests: Sequence[int], stop_s: float
-) -> _Rank | None:
-    """Until all have ended, or a rank failed and the others had their grace."""
-    end_s = time.monotonic() + timeout_s if timeout_s is not None else float("inf")
-    failed: _Rank | None = None
-    stopping = False
-    while any(each.code is None for each in ranks):
-        if time.monotonic() > end_s:
-            if failed is not None:
-                return failed
-            running = [each.rank for each in ranks if each.code is None]
-            rule = f"did not end within {stop_s if stopping else timeout_s:g} s"
-            raise WorldError("world/timeout", f"ranks {running}", None, rule)
-        if requests and not stopping:
-            stopping, end_s = True, min(end_s, time.monotonic() + stop_s)
-        if failed is None:
-            failed = _first_failed(ranks, stopping)
-            end_s = min(end_s, time.monotonic() + GRACE_S) if failed else end_s
-        time.sleep(0.02)
-    return failed or _first_failed(ranks, bool(requests))
+class _Wait:
+    """Until all ranks have ended, or one failed and the others had their grace."""
 
+    def __init__(
+        self, ranks: Sequence[_Rank], requests: Sequence[int], monitor: Monitor | None
+    ) -> None:
+        self.ranks, self.requests, self.monitor = ranks, requests, monitor
+        self.failed: list[_Rank] = []  # in the order in which it was seen
 
-def _first_failed(ranks: Sequence[_Rank], stopping: bool) -> _Rank | None:
-    fine = (None, 0, -signal.SIGTERM, -signal.SIGKILL) if stopping else (None, 0)
-    return next((each for each in ranks if each.code not in fine), None)
+    def until_ended(self, timeout_s: float | None, stop_s: float) -> _Rank | None:
+        """The rank that failed first, if any did."""
+        end_s = time.monotonic() + timeout_s if timeout_s is not None else float("inf")
+        stopping = False
+        while any(each.code is None for each in self.ranks):
+            if time.monotonic() > end_s:
+                if not self.failed:
+                    raise self._overdue(stop_s if stopping else timeout_s)
+                break
+            if self.requests and not stopping:
+                stopping, end_s = True, min(end_s, time.monotonic() + stop_s)
+            if self._note_failures() and len(self.failed) == 1:
+                end_s = min(end_s, time.monotonic() + GRACE_S)
+            if not self.failed:
+                self._look_for_hangs()
+            time.sleep(0.02)
+        self._note_failures()
+        return self._first()
+
+    def _note_failures(self) -> bool:
+        """Whether ranks have failed since the last call."""
+        fine = (None, 0, *((-signal.SIGTERM, -signal.SIGKILL) if self.requests else ()))
+        new = [e for e in self.ranks if e not in self.failed and e.code not in fine]
+        if new and not self.failed and self.monitor is not None:
+            self.monitor.ask_for_stacks()
+        self.failed += new
+        return bool(new)
+
+    def _first(self) -> _Rank | None:
+        """The cause: a rank that a signal ended, or the one that noted an error first."""
+        for each in self.failed:
+            if each.code is not None and each.code < 0:
+                return each
+        noted = self.monitor.failed_at_s if self.monitor else lambda rank: float("inf")
+        return min(self.failed, key=lambda each: noted(each.rank), default=None)
+
+    def _look_for_hangs(self) -> None:
+        found = self.monitor.poll() if self.monitor else None
+        if found is not None and self.monitor is not None:
+            self.monitor.ask_for_stacks()
+            time.sleep(_STACKS_S)
+            raise found.error()
+
+    def _overdue(self, limit_s: float | None) -> WorldError:
+        running = [each.rank for each in self.ranks if each.code is None]
+        rule = f"did not end within {limit_s:g} s"
+        return WorldError("world/timeout", f"ranks {running}", None, rule)

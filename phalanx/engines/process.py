@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import DeviceMesh
 
+from phalanx.engines.launch import RESOLVER
+from phalanx.engines.watch import Watch
 from phalanx.mesh import Mesh
 from phalanx.worlds.logged_group import device_mesh, init_logged
 
@@ -72,7 +74,9 @@ class Process:
 
 
 @contextmanager
-def start_process(device: str, mesh: Mesh, timeout_s: float = 600.0) -> Iterator[Process]:
+def start_process(
+    device: str, mesh: Mesh, timeout_s: float = 600.0, *, watch: Watch | None = None
+) -> Iterator[Process]:
     """Join the other processes; leave them at the end.
 
     A default process group that exists already is used and left alone.
@@ -81,6 +85,7 @@ def start_process(device: str, mesh: Mesh, timeout_s: float = 600.0) -> Iterator
         device: "cpu" (gloo) or "cuda" (NCCL, gloo for host tensors).
         mesh: axes of the role; must multiply to WORLD_SIZE.
         timeout_s: of a collective.
+        watch: told of an error before this process leaves the others, whom that disturbs.
 
     Raises:
         JobError: `mesh/product` when WORLD_SIZE differs from the mesh.
@@ -89,7 +94,7 @@ def start_process(device: str, mesh: Mesh, timeout_s: float = 600.0) -> Iterator
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     if device == "cuda":
         torch.cuda.set_device(local_rank)
-    for name, value in _KERNEL_CACHE.items():
+    for name, value in (_KERNEL_CACHE | RESOLVER).items():
         os.environ.setdefault(name, value)
     owns = not dist.is_initialized()
     if owns:
@@ -98,6 +103,10 @@ def start_process(device: str, mesh: Mesh, timeout_s: float = 600.0) -> Iterator
     try:
         where = torch.device(device, local_rank) if device == "cuda" else torch.device(device)
         yield Process(dist.get_rank(), dist.get_world_size(), where, device_mesh(device, mesh))
+    except BaseException as error:
+        if watch is not None:
+            watch.failed(error)
+        raise
     finally:
         if owns:
             dist.destroy_process_group()

@@ -155,12 +155,14 @@ class CommLog:
 
 _active: CommLog | None = None
 _last: CommRow | None = None
+_num_issued = 0
 
 
 def issued(row: CommRow) -> None:
     """An operation is about to be issued."""
-    global _last
+    global _last, _num_issued
     _last = row
+    _num_issued += 1
     if _active is not None:
         _active.rows.append(row)
 
@@ -168,6 +170,11 @@ def issued(row: CommRow) -> None:
 def last_row() -> CommRow | None:
     """The newest operation of this process; None before the first."""
     return _last
+
+
+def num_issued() -> int:
+    """Operations of this process so far; of ranks that run one program, the least is behind."""
+    return _num_issued
 
 
 def last_collective() -> str | None:

@@ -9,7 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from phalanx.engines.hang import Monitor
 from phalanx.engines.launch import launch_local
+from phalanx.engines.signs import forget_signs
 from phalanx.errors import WorldError
 
 STOP_S = 600.0  # for ranks that were asked to stop: they save first
@@ -21,6 +23,7 @@ def launch_training(
     num_ranks: int,
     on_event: Callable[[Mapping[str, Any]], None],
     *,
+    hang_s: float,
     resume: bool = False,
 ) -> None:
     """Run `phalanx.engines.train` on `num_ranks` local processes.
@@ -28,6 +31,7 @@ def launch_training(
     Args:
         folder: run folder with job.json and plan.json.
         on_event: called with each event of rank 0.
+        hang_s: silence after which a rank counts as hung.
         resume: go on from the newest checkpoint of the folder.
 
     Raises:
@@ -40,7 +44,15 @@ def launch_training(
             on_event(json.loads(line))
 
     arguments = [str(folder), *(["--resume"] if resume else [])]
-    launch_local("phalanx.engines.train", arguments, num_ranks, on_line=hear, stop_s=STOP_S)
+    forget_signs(folder)
+    launch_local(
+        "phalanx.engines.train",
+        arguments,
+        num_ranks,
+        on_line=hear,
+        stop_s=STOP_S,
+        monitor=Monitor(folder, num_ranks, hang_s),
+    )
 
 
 def run_module(module: str, arguments: Sequence[str], given: str = "") -> Any:

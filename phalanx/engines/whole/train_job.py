@@ -181,7 +181,13 @@ def train_ready(ready: Ready, say: Callable[[str], None], *, live: bool) -> Trai
     (asked.folder / FILE_NAME).unlink(missing_ok=True)
     say(f"training on {asked.num_ranks} processes")
     with Progress(say, asked.job.train.steps, live) as progress:
-        launch_training(asked.folder, asked.num_ranks, progress.hear, resume=asked.resume)
+        launch_training(
+            asked.folder,
+            asked.num_ranks,
+            progress.hear,
+            hang_s=asked.job.plan.hang_s,
+            resume=asked.resume,
+        )
     if progress.stopped:
         raise KeyboardInterrupt
     return TrainResult.load(asked.folder)
