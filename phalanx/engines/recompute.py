@@ -1,0 +1,160 @@
+"""Activations computed again in the backward pass instead of being kept.
+
+What a layer keeps per token, in elements (D model, Q and K channels of all query and key/value
+heads, F feed-forward; every matrix trained or adapted, norms before and after both blocks):
+
+| mode | kept | computed again |
+|---|---|---|
+| none | 6 D + 3 Q + 3 K + 3 F | |
+| selective | 4 D + 2 Q + 2 K + 2 F | results of norms, rotations and the gate: no matrix product |
+| full | D | the layer's whole forward pass, a third more FLOPs |
+
+Selective recomputation of Korthikanti et al. (arXiv 2205.05198, section 5) repeats the attention
+core, whose scores and softmax are its 5as/h bytes. Our attention keeps none of those, and repeating
+it would save Q of what is left for two products per query and key. What can be had without any
+product is the input of each matrix that a norm or the gate has just made out of something that is
+kept anyway; that is what `selective` gives up here.
+
+Everything is repeated by the same code on the same inputs, and dropout is keyed by tokens, so
+gradients are the same bit by bit. Parameters are read from their modules again: sharded units have
+been gathered for their backward pass by then. Exchanges inside a layer (tensor parallelism) are
+repeated by `full`, on all ranks in the same order, and never by `selective`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import checkpoint
+
+from phalanx.errors import PlanError, nearest_names
+from phalanx.models.decoder import Decoder, RmsNorm
+
+MODES = ("none", "selective", "full")
+_CHEAP = (RmsNorm,)  # modules whose inputs are kept anyway and whose results cost no product
+
+
+def apply_recompute(decoder: Decoder, mode: str) -> None:
+    """Make the layers of `decoder` compute again what `mode` says, in place.
+
+    Call it before `bind_data`; adapters and tensor parallelism may come before or after. Names and
+    parameters stay as they are. Passes without gradient, cached ones included, do not change.
+
+    Raises:
+        PlanError: `plan/illegal` for another mode.
+    """
+    if mode not in MODES:
+        legal = nearest_names(mode, MODES)
+        raise PlanError("plan/illegal", "plan.recompute", mode, "is no mode", legal=legal)
+    for layer in decoder.model.layers.values():
+        if mode == "full":
+            layer.forward = partial(_again, layer.forward)
+        elif mode == "selective":
+            _Remaking(layer)
+
+
+def _again(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """The whole forward pass; nothing draws from a random state, so none is put back."""
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+
+
+class _Remaking:
+    """A layer in which autograd keeps, in place of a cheap module's result, how to make it.
+
+    Args:
+        layer: its `forward` is replaced; cheap modules below it get a hook.
+    """
+
+    def __init__(self, layer: nn.Module) -> None:
+        self._forward, self._makers = layer.forward, None
+        layer.forward = self._run
+        for module in layer.modules():
+            if isinstance(module, _CHEAP):
+                module.register_forward_hook(self._note, with_kwargs=True)
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        is_training = torch.is_grad_enabled()
+        self._makers: dict[StorageWeakRef, _Maker] | None = {} if is_training else None
+        try:
+            with saved_tensors_hooks(self._pack, _unpack) if is_training else nullcontext():
+                return self._forward(*args, **kwargs)
+        finally:
+            self._makers = None
+
+    def _note(self, module: nn.Module, args: tuple, kwargs: dict, result: Tensor) -> None:
+        """A cheap module has made `result`; its storage stands for it while this layer runs."""
+        if self._makers is None or type(result) is not Tensor:
+            return
+        maker = _Maker(module.forward, _detached(args), _detached(kwargs), result._version)
+        self._makers[StorageWeakRef(result.untyped_storage())] = maker
+
+    def _pack(self, tensor: Tensor) -> Any:
+        """What to keep for a tensor that the backward pass wants."""
+        local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+        maker = self._makers.get(StorageWeakRef(local.untyped_storage()))
+        if maker is None or maker.version != local._version:
+            return tensor
+        maker.num_left += 1
+        view = (local.size(), local.stride(), local.storage_offset())
+        spec = tensor._spec if isinstance(tensor, DTensor) else None
+        return _Kept(maker, view, spec)
+
+
+class _Maker:
+    """How to make a result again; made once for all who want it, and forgotten after the last."""
+
+    def __init__(self, make: Callable[..., Tensor], args: tuple, kwargs: dict, version: int):
+        self.make, self.args, self.kwargs, self.version = make, args, kwargs, version
+        self.num_left = 0
+        self._result: Tensor | None = None
+
+    def result(self) -> Tensor:
+        """The same values in the same layout."""
+        result = self._result
+        if result is None:
+            with torch.no_grad():
+                result = self.make(*self.args, **self.kwargs)
+        self.num_left -= 1
+        self._result = result if self.num_left > 0 else None
+        return result
+
+
+class _Kept(NamedTuple):
+    """A view of a result that will be made again."""
+
+    maker: _Maker
+    view: tuple[torch.Size, tuple[int, ...], int]
+    spec: Any  # of a DTensor
+
+
+def _unpack(kept: Any) -> Tensor:
+    if isinstance(kept, Tensor):
+        return kept
+    local = kept.maker.result().as_strided(*kept.view)
+    if kept.spec is None:
+        return local
+    spec = kept.spec
+    return DTensor.from_local(
+        local, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride
+    )
+
+
+def _detached(value: Any) -> Any:
+    """Arguments without what autograd knows of them."""
+    if isinstance(value, Tensor):
+        return value.detach()
+    if isinstance(value, tuple):
+        return tuple(_detached(each) for each in value)
+    if isinstance(value, dict):
+        return {name: _detached(each) for name, each in value.items()}
+    return value

@@ -1,0 +1,35 @@
+"""Bytes that are alive: storages that operators have made and nobody has let go of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class LiveBytes(TorchDispatchMode):
+    """While entered, notes every storage that an operator returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made: dict[StorageWeakRef, int] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor):
+                storage = leaf.untyped_storage()
+                self._made[StorageWeakRef(storage)] = storage.nbytes()
+        return result
+
+    def now(self, besides: Iterable[torch.Tensor] = ()) -> int:
+        """Bytes alive now, without the storages of `besides`."""
+        skipped = {StorageWeakRef(tensor.untyped_storage()) for tensor in besides}
+        return sum(
+            num_bytes
+            for storage, num_bytes in self._made.items()
+            if not storage.expired() and storage not in skipped
+        )
