@@ -15,6 +15,7 @@ from phalanx.workload import Block, Module, StepWork, Unit, toy_work
 
 _DATA_AXES = ("replicate", "shard")
 _LONGEST_ROW = 4096
+_FED = ("mlp", "feedforward", "per_layer", "layer_scalar", "experts", "router")
 
 
 def work_of(job: Job, mesh: Mesh, config: DecoderConfig | None) -> StepWork:
@@ -97,8 +98,10 @@ def model_work(
 def _block_name(op: Operator) -> str:
     """The block that an operator belongs to: norms and sums go with what stands between them."""
     if op.layer is None:
-        return "model.norm" if op.op == "head" else op.name
-    feeds = any(word in op.name for word in ("mlp", "feedforward"))
+        if op.op == "head":
+            return "model.norm"
+        return "model.embed_tokens" if "per_layer" in op.name else op.name
+    feeds = any(word in op.name for word in _FED)
     return f"model.layers.{op.layer}.{'mlp' if feeds else 'self_attn'}"
 
 

@@ -21,6 +21,7 @@ from phalanx.models.spec import (
 )
 from phalanx.ops.loss import counted_cross_entropy
 from tests.models.cases import CONFIGS, random_decoder, random_tokens
+from tests.models.families import FAMILIES, tiny_config
 
 TOKENS = 21
 SOME = LoraSpec(rank=3, alpha=6, targets=("q_proj", "k_proj", "v_proj", "up_proj"))
@@ -28,8 +29,19 @@ EVERY = LoraSpec(rank=2, alpha=6)
 UPPER = LoraSpec(
     rank=2, alpha=2, targets=tuple(f"model.layers.2.self_attn.{x}_proj" for x in "qkvo")
 )
-methods = pytest.mark.parametrize("lora", [None, EVERY, SOME, UPPER])
-every_config = pytest.mark.parametrize("name", ["grouped_queries", "one_kv_head_capped"])
+SHARING = LoraSpec(rank=2, alpha=2, targets=("model.layers.4.self_attn.[qo]_proj",))
+PER_LAYER = LoraSpec(rank=2, alpha=2, targets=("*.[qkv]_proj", "*.per_layer_*"))
+ALL = {name: CONFIGS[name] for name in ("grouped_queries", "one_kv_head_capped")} | {
+    name: tiny_config(name) for name in FAMILIES
+}
+every_config = pytest.mark.parametrize("name", ALL)
+SETTINGS = [
+    (name, lora)
+    for name in ALL
+    for lora in (None, EVERY, SOME, *((UPPER,) if ALL[name].num_layers > 2 else ()))
+]
+SETTINGS += [("gemma4_ple", SHARING), ("gemma4_ple", PER_LAYER)]
+every_setting = pytest.mark.parametrize(("name", "lora"), SETTINGS)
 
 
 def prepared(config: DecoderConfig, lora: LoraSpec | None) -> Decoder:
@@ -56,10 +68,9 @@ def kept_bytes(run, decoder: Decoder) -> int:
     return sum(storage.nbytes() for storage in kept.values())
 
 
-@every_config
-@methods
+@every_setting
 def test_saved_bytes_are_those_that_autograd_keeps(name, lora):
-    config = CONFIGS[name]
+    config = ALL[name]
     decoder = prepared(config, lora)
     tokens = random_tokens(config, TOKENS)
     measured = kept_bytes(lambda: decoder(tokens), decoder)
@@ -68,9 +79,10 @@ def test_saved_bytes_are_those_that_autograd_keeps(name, lora):
     assert measured == TOKENS * per_token
 
 
-def test_saved_bytes_in_bfloat16():
+@every_config
+def test_saved_bytes_in_bfloat16(name):
     """Halved, but for the float32 numbers per row and the rotation tables."""
-    config = replace(CONFIGS["grouped_queries"], dtype="bfloat16")
+    config = replace(ALL[name], dtype="bfloat16")
     decoder = prepared(config, None)
     tokens = random_tokens(config, TOKENS)
     measured = kept_bytes(lambda: decoder(tokens), decoder)
@@ -96,11 +108,10 @@ def test_head_keeps_a_row_per_counted_position():
     assert measured == pytest.approx(7 * head.saved_bytes_per_token, abs=8)
 
 
-@every_config
-@methods
+@every_setting
 def test_flops_of_products_equal_counted_ones(name, lora):
     """All but attention, whose blocks compute some scores that are masked, exactly."""
-    config = CONFIGS[name]
+    config = ALL[name]
     decoder = prepared(config, lora)
     tokens = random_tokens(config, TOKENS)
     listed = operators(config, document_tokens=TOKENS, lora=lora)
@@ -161,12 +172,15 @@ def test_head_flops_equal_counted_ones():
 
 @every_config
 def test_parameters_and_weights_add_up(name):
-    config = CONFIGS[name]
+    config = ALL[name]
+    specs = canonical_tensors(config)
     listed = operators(config, document_tokens=4)
     assert sum(op.num_params for op in listed) == num_params(config)
-    assert sum(op.num_trained for op in listed) == num_params(config)
-    tied = canonical_tensors(config)["model.embed_tokens.weight"].num_bytes
+    trained = sum(spec.num_elements for spec in specs.values() if spec.is_trained)
+    assert sum(op.num_trained for op in listed) == trained
+    tied = specs["model.embed_tokens.weight"].num_bytes if config.tied_head else 0
     assert sum(op.weight_bytes for op in listed) == weight_bytes(config) + tied
+    assert {tensor for op in listed for tensor in op.tensors} == set(specs)
     adapted = operators(config, document_tokens=4, lora=SOME)
     assert sum(op.num_trained for op in adapted) == sum(
         spec.num_elements for spec in lora_tensors(config, SOME).values()
