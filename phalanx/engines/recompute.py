@@ -6,7 +6,7 @@ heads, F feed-forward; every matrix trained or adapted, norms before and after b
 | mode | kept | computed again |
 |---|---|---|
 | none | 6 D + 3 Q + 3 K + 3 F | |
-| selective | 4 D + 2 Q + 2 K + 2 F | results of norms, rotations and the gate: no matrix product |
+| selective | 4 D + 2 Q + 2 K + 2 F | results of norms and of the gate: no matrix product |
 | full | D | the layer's whole forward pass, a third more FLOPs |
 
 Selective recomputation of Korthikanti et al. (arXiv 2205.05198, section 5) repeats the attention
@@ -18,7 +18,8 @@ kept anyway; that is what `selective` gives up here.
 Everything is repeated by the same code on the same inputs, and dropout is keyed by tokens, so
 gradients are the same bit by bit. Parameters are read from their modules again: sharded units have
 been gathered for their backward pass by then. Exchanges inside a layer (tensor parallelism) are
-repeated by `full`, on all ranks in the same order, and never by `selective`.
+repeated by `full`, on all ranks in the same order, and never by `selective`, which therefore keeps
+what a split of tokens has gathered.
 """
 
 from __future__ import annotations
@@ -36,10 +37,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from phalanx.errors import PlanError, nearest_names
-from phalanx.models.decoder import Decoder, RmsNorm
+from phalanx.models.decoder import Decoder
+from phalanx.models.decoder_layers import Attention, GatedActivation, RmsNorm
 
 MODES = ("none", "selective", "full")
-_CHEAP = (RmsNorm,)  # modules whose inputs are kept anyway and whose results cost no product
 
 
 def apply_recompute(decoder: Decoder, mode: str) -> None:
@@ -78,9 +79,8 @@ class _Remaking:
     def __init__(self, layer: nn.Module) -> None:
         self._forward, self._makers = layer.forward, None
         layer.forward = self._run
-        for module in layer.modules():
-            if isinstance(module, _CHEAP):
-                module.register_forward_hook(self._note, with_kwargs=True)
+        for module in _cheap_modules(layer):
+            module.register_forward_hook(self._note, with_kwargs=True)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         is_training = torch.is_grad_enabled()
@@ -100,14 +100,26 @@ class _Remaking:
 
     def _pack(self, tensor: Tensor) -> Any:
         """What to keep for a tensor that the backward pass wants."""
-        local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-        maker = self._makers.get(StorageWeakRef(local.untyped_storage()))
-        if maker is None or maker.version != local._version:
+        if isinstance(tensor, DTensor):
+            return tensor
+        maker = self._makers.get(StorageWeakRef(tensor.untyped_storage()))
+        if maker is None or maker.version != tensor._version:
             return tensor
         maker.num_left += 1
-        view = (local.size(), local.stride(), local.storage_offset())
-        spec = tensor._spec if isinstance(tensor, DTensor) else None
-        return _Kept(maker, view, spec)
+        return _Kept(maker, tensor.size(), tensor.stride(), tensor.storage_offset())
+
+
+def _cheap_modules(layer: nn.Module) -> list[nn.Module]:
+    """Those whose inputs are kept anyway and whose results take no matrix product.
+
+    Keys and values that later layers use too are not among them: those keep them in any case.
+    """
+    elsewhere: set[nn.Module | None] = set()
+    for module in layer.modules():
+        if isinstance(module, Attention) and module.is_shared:
+            elsewhere.update((module.k_norm, module.v_norm))
+    cheap = (module for module in layer.modules() if isinstance(module, RmsNorm | GatedActivation))
+    return [module for module in cheap if module not in elsewhere]
 
 
 class _Maker:
@@ -133,20 +145,15 @@ class _Kept(NamedTuple):
     """A view of a result that will be made again."""
 
     maker: _Maker
-    view: tuple[torch.Size, tuple[int, ...], int]
-    spec: Any  # of a DTensor
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
 
 
 def _unpack(kept: Any) -> Tensor:
     if isinstance(kept, Tensor):
         return kept
-    local = kept.maker.result().as_strided(*kept.view)
-    if kept.spec is None:
-        return local
-    spec = kept.spec
-    return DTensor.from_local(
-        local, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride
-    )
+    return kept.maker.result().as_strided(kept.size, kept.stride, kept.offset)
 
 
 def _detached(value: Any) -> Any:

@@ -18,6 +18,7 @@ from phalanx.policies.data.fsdp import Fsdp
 from phalanx.policies.data.replicate import Replicate
 from tests.engines.live_bytes import LiveBytes
 from tests.models.cases import CONFIGS, random_decoder, random_tokens
+from tests.models.families import FAMILIES, tiny_config
 from tests.ranks import run_ranks
 
 TOKENS = 150
@@ -73,6 +74,20 @@ def test_gradients_are_the_same_bit_by_bit(name, mode, lora):
 
 
 @recomputing
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("lora", [None, DROPPED])
+def test_every_family_has_the_same_gradients_bit_by_bit(family, mode, lora):
+    config = tiny_config(family)
+    expected = gradients(prepared(config, lora, "none"))
+    found = gradients(prepared(config, lora, mode))
+    assert found.keys() == expected.keys() and expected
+    for parameter, grad in expected.items():
+        assert torch.equal(found[parameter], grad), parameter
+    if lora is None:
+        assert kept_bytes(config, lora, mode) < 0.8 * kept_bytes(config, lora, "none")
+
+
+@recomputing
 def test_gradients_add_up_over_micro_batches(mode):
     both = []
     for each in ("none", mode):
@@ -111,9 +126,10 @@ def test_selective_gives_up_the_results_of_cheap_modules(name, lora):
     given_up = 0
     for layer in range(config.num_layers):
         kind = config.attention(layer)
-        given_up += config.hidden_size * (2 if layer or lora is None else 1)  # see below
+        # a frozen norm in front of the first adapter keeps no input, so that is kept instead
+        given_up += config.hidden_size * (2 if layer or lora is None else 1)
         given_up += (kind.num_heads + kind.num_kv_heads) * kind.head_dim
-    # frozen norms in front of the first adapter keep no input, so keeping it gains nothing there
+        given_up += config.intermediate_size
     none, found = (kept_bytes(config, lora, mode) for mode in ("none", "selective"))
     assert none - found == 4 * TOKENS * given_up
 
