@@ -59,7 +59,7 @@ def test_policies_import_nothing_but_the_grammar():
 
 def test_nothing_imports_the_command_line():
     for name, path in modules():
-        if not name.startswith("phalanx.cli"):
+        if not name.startswith("phalanx.cli") and name != "phalanx.__main__":
             assert not any(i.startswith("phalanx.cli") for i in imports(path)), name
 
 

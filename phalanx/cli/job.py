@@ -1,13 +1,17 @@
-"""`phalanx job show`: a job with every value and its origin; how verbs read a job from words."""
+"""`phalanx job show|keys`: a job with every value and its origin; what can be asked for at all.
+
+Also how other verbs read a job from the words of a command line.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from phalanx.cli.output import JsonFile, emit, table, versioned
+from phalanx.cli.output import JsonFile, emit, table, versioned, write
 from phalanx.errors import JobError
 
 if TYPE_CHECKING:
@@ -31,6 +35,7 @@ def register(app: typer.Typer) -> None:
     """Add the verb."""
     group = typer.Typer(help="Look at job files.", rich_markup_mode=None)
     group.command("show", context_settings=FLAGS)(show)
+    group.command("keys")(keys)
     app.add_typer(group, name="job")
 
 
@@ -47,6 +52,26 @@ def show(context: typer.Context, job: JobFile, json_file: JsonFile = "") -> None
     def lines() -> None:
         rows = [[str(v["key"]), _text(v["value"]), str(v["origin"])] for v in values]
         table(("key", "value", "from"), rows)
+
+    emit(document, json_file, lines)
+
+
+def keys(
+    section: Annotated[str, typer.Argument(help="Only this section, or this key.")] = "",
+    json_file: JsonFile = "",
+) -> None:
+    """List the keys of a job; each is a flag of the verbs that take a job: --section.key VALUE."""
+    from phalanx.job.keys import describe_keys
+
+    found = describe_keys(section)
+    document = versioned("keys", keys=[asdict(each) for each in found])
+
+    def lines() -> None:
+        for name in dict.fromkeys(each.section for each in found):
+            chosen = [each for each in found if each.section == name]
+            rows = [[f"--{each.key}", each.default, each.meaning] for each in chosen]
+            table(("key", "default", "meaning"), rows, f"[{name}] {chosen[0].section_meaning}")
+            write("\n")
 
     emit(document, json_file, lines)
 

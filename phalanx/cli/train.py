@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -20,6 +22,7 @@ from phalanx.cli.output import JsonFile, emit, paragraph, progress, show_report,
 from phalanx.errors import JobError
 
 if TYPE_CHECKING:
+    from phalanx.engines.placed import Placed
     from phalanx.engines.whole.train_job import Asked, Trained
 
 _INTERRUPTED = 130
@@ -52,17 +55,56 @@ def train(
     check: Annotated[bool, typer.Option("--check", help="Exit 1 on a missed gate.")] = False,
     json_file: JsonFile = "",
 ) -> None:
-    """Fine-tune or pretrain a model on this machine."""
+    """Fine-tune or pretrain a model on this machine.
+
+    A job comes from a file, from flags, or from both: every key of a job is a flag, listed by
+    `phalanx job keys`. Data is prepared and the run is planned before a process starts; what was
+    predicted stands beside what was measured at the end. Ctrl-C saves a checkpoint first.
+
+    \b
+    phalanx train --model gemma3-270m --data python-docs
+    phalanx train --model M --data chat.jsonl --train.method full --folder RUN
+    phalanx train job.toml --train.lr 1e-4 --procs 2
+    phalanx train --resume RUN --procs 1
+
+    Under torchrun or srun each process is one rank of the run:
+
+    \b
+    torchrun --nproc-per-node 2 -m phalanx train --model M --data D --folder RUN
+    srun -n 8 phalanx train --model M --data D --folder RUN
+
+    Exit code: 0 done, 1 a gate was missed (--check), 2 bad input or a rank failed, 130 stopped.
+    """
+    from phalanx.engines.placed import placed
+
+    place = placed(os.environ)
+    if place is not None:
+        procs = _agreed(procs, place)
     names, arguments = split_words(words)
     others = {"plan.devices": procs or None}
-    if resume:
-        asked = _again(resume, names, arguments, model, data, others, folder, plan)
-    else:
+
+    def ask() -> Asked:
+        if resume:
+            return _again(resume, names, arguments, model, data, others, folder, plan)
         from phalanx.engines.whole.train_job import asked_anew
 
         job = resolve(one_job(names), model, data, arguments, others)
-        asked = asked_anew(job, folder, plan_file=plan)
-    _run(asked, check, json_file)
+        return asked_anew(job, folder, plan_file=plan)
+
+    done = _run(ask, place)
+    if done is not None:
+        document = versioned("train", folder=str(done.folder), report=done.report.to_dict())
+        emit(document, json_file, lambda: _show(done))
+        if check and done.report.missed:
+            raise typer.Exit(1)
+
+
+def _agreed(procs: int, place: Placed) -> int:
+    """As many processes as the outer launcher has started."""
+    if procs not in (0, place.num_ranks):
+        rule = "the launcher above has started another number of processes"
+        raise JobError("cli/usage", "--procs", procs, rule, legal=[place.num_ranks])
+    return place.num_ranks
 
 
 def _again(
@@ -88,18 +130,32 @@ def _again(
     return asked_again(resume, changes)
 
 
-def _run(asked: Asked, check: bool, json_file: str) -> None:
-    from phalanx.engines.whole.train_job import train as train_asked
+def _run(ask: Callable[[], Asked], place: Placed | None) -> Trained | None:
+    """Train; the finished run, None on ranks that have nothing to say."""
+    live = sys.stderr.isatty()
+    asked: Asked | None = None
+
+    def ask_once() -> Asked:
+        nonlocal asked
+        asked = ask()
+        return asked
 
     try:
-        done = train_asked(asked, progress, live=sys.stderr.isatty())
+        if place is None:
+            from phalanx.engines.whole.train_job import train as train_here
+
+            return train_here(ask_once(), progress, live=live)
+        place.adopt(os.environ)
+        from phalanx.engines.whole.rank_job import RankZeroFailed, train_as_rank
+
+        try:
+            return train_as_rank(place, ask_once, progress, live=live)
+        except RankZeroFailed as failed:
+            raise typer.Exit(failed.exit_code) from None
     except KeyboardInterrupt:
-        progress(f"stopped; go on with: phalanx train --resume {asked.folder}")
+        if asked is not None:
+            progress(f"stopped; go on with: phalanx train --resume {asked.folder}")
         raise typer.Exit(_INTERRUPTED) from None
-    document = versioned("train", folder=str(done.folder), report=done.report.to_dict())
-    emit(document, json_file, lambda: _show(done))
-    if check and done.report.missed:
-        raise typer.Exit(1)
 
 
 def _show(done: Trained) -> None:

@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TypeVar
 
@@ -99,7 +100,8 @@ def start_process(
     owns = not dist.is_initialized()
     if owns:
         torch.set_num_threads(_num_threads())
-        init_logged(BACKENDS[device], *_rendezvous(), timeout_s)
+        rank, world_size = (int(os.environ.get(n, d)) for n, d in (("RANK", 0), ("WORLD_SIZE", 1)))
+        init_logged(BACKENDS[device], open_store(), rank, world_size, timeout_s)
     try:
         where = torch.device(device, local_rank) if device == "cuda" else torch.device(device)
         yield Process(dist.get_rank(), dist.get_world_size(), where, device_mesh(device, mesh))
@@ -112,10 +114,17 @@ def start_process(
             dist.destroy_process_group()
 
 
-def _rendezvous() -> tuple[dist.Store, int, int]:
+def open_store() -> dist.Store:
+    """Where the ranks meet; one for the life of this process, as rank 0 may keep it."""
     if "RANK" not in os.environ:
-        return dist.HashStore(), 0, 1
-    return next(dist.rendezvous("env://"))
+        return dist.HashStore()
+    return _store_at(os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"], os.environ["RANK"])
+
+
+@cache
+def _store_at(address: str, port: str, rank: str) -> dist.Store:
+    store, _, _ = next(dist.rendezvous("env://"))
+    return store
 
 
 def _num_threads() -> int:

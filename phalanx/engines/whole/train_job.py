@@ -44,12 +44,16 @@ class Asked:
         folder: of the run; new, unless it goes on.
         resume: go on from the newest checkpoint of the folder.
         plan_file: a lockfile made here for this job, instead of planning anew.
+        num_local_ranks: processes on this host (0: all of them).
+        is_retry: an attempt that failed may have left things in the folder.
     """
 
     job: Job
     folder: Path
     resume: bool = False
     plan_file: str = ""
+    num_local_ranks: int = 0
+    is_retry: bool = False
 
     @property
     def num_ranks(self) -> int:
@@ -66,7 +70,9 @@ class Asked:
         if self.job.plan.on != "here":
             rule = "training runs on this machine; `phalanx plan` prices other clusters"
             raise PlanError("plan/illegal", "plan.on", self.job.plan.on, rule, legal=["here"])
-        if not self.resume and any((self.folder / name).exists() for name in _OF_A_RUN):
+        if not (self.resume or self.is_retry) and any(
+            (self.folder / name).exists() for name in _OF_A_RUN
+        ):
             rule = f"holds a run; go on with it by `--resume {self.folder}` or name another"
             near = f"{self.folder}-{_stamp()}"
             raise JobError("job/bad-value", "--folder", self.folder, rule, legal=[near])
@@ -159,8 +165,9 @@ def make_ready(asked: Asked, say: Callable[[str], None]) -> Ready:
 
 def _planned(asked: Asked, source: ModelSource, data: Prepared, say: Callable[[str], None]) -> Plan:
     work = workload(asked.job, source.config, data, asked.num_ranks)
-    say(f"calibrating: {asked.num_ranks} processes measure this machine (once per job)")
-    rates = calibrate(source.config, work, num_processes=asked.num_ranks)
+    num_measuring = asked.num_local_ranks or asked.num_ranks
+    say(f"calibrating: {num_measuring} processes measure this machine (once per job)")
+    rates = calibrate(source.config, work, num_processes=num_measuring)
     if rates["cores_frac"] < _BUSY_FRAC:
         share = f"{rates['cores_frac']:.0%}"
         say(f"note: other programs compete; this job got {share} of its cores")
