@@ -57,13 +57,13 @@ class BoundTensor:
         group: its ranks; None where nothing is split.
         splits_tokens: each rank enters and leaves with its own part of the tokens, padded to equal
             parts by the caller.
-        vocabulary: the tokens whose logits this rank computes; None: all.
+        vocabularies: name of an embedding or a head that is cut -> this rank's tokens.
         partial: (module, parameter name) of weights with partial gradients.
     """
 
     def __init__(self, axis: str, group: dist.ProcessGroup | None, splits_tokens: bool) -> None:
         self.axis, self.group, self.splits_tokens = axis, group, splits_tokens
-        self.vocabulary: VocabularyPart | None = None
+        self.vocabularies: dict[str, VocabularyPart] = {}
         self.partial: list[tuple[nn.Module, str]] = []
 
     @property
@@ -223,7 +223,7 @@ def _cut_vocabulary(bound: BoundTensor, path: str, module: nn.Module, mesh: Devi
     if min(part.sizes) < 1:
         text = f"tokens leave one of {mesh.size()} ranks without any"
         raise PlanError("plan/illegal", path, part.num_tokens, text)
-    bound.vocabulary = part
+    bound.vocabularies[path] = part
     _distribute(module, "weight", mesh, 0)
     if isinstance(module, nn.Embedding):
         module.forward = lambda tokens_S: bound.leave(

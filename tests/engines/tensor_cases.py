@@ -37,8 +37,8 @@ FSDP = {"family": "data", "name": "fsdp"}
 REPLICATE = {"family": "data", "name": "replicate"}
 MEGATRON = {"family": "tensor", "name": "megatron"}
 SEQUENCE = MEGATRON | {"sequence_parallel": True, "gather_twice": False}
-# documents of each row; two rows a step go to each of two data ranks, or four to one
-ROWS = ((5, 6), (7,), (3, 1, 5), (13,))
+Rows = tuple[tuple[int, ...], ...]
+ROWS: Rows = ((5, 6), (7,), (3, 1, 5), (13,))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +48,8 @@ class Case:
     Attributes:
         lora: adapters; None: all weights.
         lr: large enough to move weights visibly in ten steps.
-        splits: micro-batches that each row is cut into at document borders: 0 keeps rows whole.
+        rows: documents of each row of a step, dealt to the data ranks in turn.
+        by_document: each document is a micro-batch of its own.
     """
 
     config: DecoderConfig
@@ -58,6 +59,7 @@ class Case:
     lr: float = 1e-2
     dtypes: Mapping[str, str] = field(default_factory=dict)
     steps: int = STEPS
+    rows: Rows = ROWS
     by_document: bool = False
 
     @property
@@ -82,7 +84,7 @@ def rows_of(case: Case, step: int) -> list[MicroBatch]:
     """All rows of a step, on whatever rank."""
     draw = np.random.default_rng(step)
     rows, place = [], 0
-    for lengths in ROWS:
+    for lengths in case.rows:
         for documents in [(n,) for n in lengths] if case.by_document else [lengths]:
             rows.append(_row(draw, documents, place, case.config.vocab_size))
             place += sum(documents)

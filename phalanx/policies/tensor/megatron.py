@@ -15,7 +15,7 @@ _SOURCE = Source(
 _COLUMN = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 _ROW = ("o_proj", "down_proj")
 _BLOCKS = ("*.self_attn", "*.mlp")
-_EMBEDDING, _HEAD = "*embed_tokens", "*lm_head"
+_EMBEDDING, _HEAD = "*embed_tokens*", "*lm_head"
 _PER_HEAD = ("*.q_norm", "*.k_norm")  # whole on every rank, which sees its own heads only
 _SUM = Exchange(collective="all_reduce", phase="B", at="after", of="grads", when="last")
 
