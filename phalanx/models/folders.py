@@ -1,4 +1,4 @@
-"""Folders that appear whole or not at all. No torch."""
+"""Folders that appear whole or not at all, and disks that must have room. No torch."""
 
 from __future__ import annotations
 
@@ -10,6 +10,22 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from phalanx.errors import JobError
+from phalanx.units import format_bytes
+
+
+def require_free(folder: str | Path, num_bytes: float) -> None:
+    """Refuse to start what cannot be finished.
+
+    Raises:
+        JobError: `environment/disk` when fewer bytes are free where `folder` lies or will lie.
+    """
+    path = Path(folder).absolute()
+    while not path.exists():
+        path = path.parent
+    free = shutil.disk_usage(path).free
+    if free < num_bytes:
+        rule = f"needs {format_bytes(num_bytes)} of disk, and {format_bytes(free)} are free"
+        raise JobError("environment/disk", "output folder", folder, rule)
 
 
 @contextmanager

@@ -13,12 +13,13 @@ from phalanx.data.prepare import DataSettings, small_tokenizer
 from phalanx.errors import JobError, PlanError
 from phalanx.job import Job
 from phalanx.models.demo import DEMO_MODEL, ensure_demo_model
+from phalanx.models.hub import hub_folder
 from phalanx.models.spec import DecoderConfig, read_config, small_config
 from phalanx.models.stored import StoredTensor
 from phalanx.models.weight_names import model_weights
 
 _HEAD_DIM = 32
-_HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model")
+_TINY_WINDOW = 512
 
 
 @dataclass(frozen=True)
@@ -38,37 +39,59 @@ class ModelSource:
     weights: Mapping[str, StoredTensor] = field(default_factory=dict)
 
 
-def data_settings(job: Job) -> DataSettings:
-    """What decides the samples of a job."""
+def data_settings(job: Job, config: DecoderConfig | None = None) -> DataSettings:
+    """What decides the samples of a job.
+
+    Args:
+        config: of its model, whose context is the limit where the job has none.
+    """
+    data = job.data
     return DataSettings(
-        source=job.data.source,
-        max_tokens=job.data.max_tokens,
-        too_long=job.data.too_long,
-        held_out_frac=job.data.held_out_frac,
-        max_rows=job.data.max_rows,
+        source=data.source,
+        chat_template=data.chat_template,
+        max_tokens=data.max_tokens,
+        context_tokens=0 if config is None else config.max_positions,
+        too_long=data.too_long,
+        held_out_frac=data.held_out_frac,
+        held_out_source=data.held_out_source,
+        max_rows=data.max_rows,
     )
 
 
-def model_source(job: Job, log: Callable[[str], None] = print) -> ModelSource:
+def model_source(
+    job: Job, log: Callable[[str], None] = print, *, weights: bool = True
+) -> ModelSource:
     """Find the model of a job, downloading or dequantising it on first use.
+
+    Weights are only listed and checked, by their headers; with the method "pretrain" there are
+    none, as they are drawn from the seed.
+
+    Args:
+        weights: whether they must be there; without, the Hub is asked for the rest only.
 
     Raises:
         PlanError: `plan/illegal` for 'toy', or when the method needs weights and there are none.
-        JobError: `job/not-found`, `model/unknown` or `environment/missing` from the source.
+        JobError: `job/not-found`, `model/unknown`, `model/tensor`, `environment/missing`,
+            `environment/trust` or `environment/disk` from the source.
     """
     name = job.model.name
     if name == "toy":
         rule = "is a set of numbers to simulate, not a model to train"
         raise PlanError("plan/illegal", "model.name", name, rule, legal=["tiny", DEMO_MODEL])
+    is_fresh = job.train.method == "pretrain"
     if name == "tiny":
-        if job.train.method == "lora":
-            rule = "'tiny' has no weights to adapt; train it from scratch"
-            raise PlanError("plan/illegal", "train.method", "lora", rule, legal=["pretrain"])
+        if not is_fresh:
+            rule = "'tiny' has no weights to start from; train it from scratch"
+            raise PlanError(
+                "plan/illegal", "train.method", job.train.method, rule, legal=["pretrain"]
+            )
         return _tiny(job)
-    folder = _folder(name, log)
+    weights &= not is_fresh
+    folder = model_folder(name, log, weights=weights)
     config = read_config(folder)
-    weights = model_weights(folder, config)
-    return ModelSource(config.with_dtype(job.model.dtype), folder, folder, weights)
+    stored = model_weights(folder, config) if weights else {}
+    held = folder if weights else None
+    return ModelSource(config.with_dtype(job.model.dtype), held, folder, stored)
 
 
 def _tiny(job: Job) -> ModelSource:
@@ -82,31 +105,32 @@ def _tiny(job: Job) -> ModelSource:
         num_heads=num_heads,
         num_kv_heads=max(1, num_heads // 2),
         head_dim=_HEAD_DIM,
-        window=min(512, job.data.max_tokens),
+        window=min(_TINY_WINDOW, job.data.max_tokens or _TINY_WINDOW),
         dtype=job.model.dtype,
         eos_tokens=(1,),
     )
     return ModelSource(config, None, tokenizer)
 
 
-def _folder(name: str, log: Callable[[str], None]) -> Path:
+def model_folder(name: str, log: Callable[[str], None] = print, *, weights: bool = True) -> Path:
+    """The folder of a model: 'gemma3-270m', a folder, a .gguf file, or a name of the Hub.
+
+    Raises:
+        JobError: as `model_source`.
+    """
     if name == DEMO_MODEL:
         return ensure_demo_model(log)
-    if Path(name).is_dir():
-        return Path(name)
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            near = sorted(map(str, path.parent.glob("*.gguf")))[:3]
+            raise JobError("job/not-found", "model.name", name, "does not exist", legal=near)
+        from phalanx.models.gguf_cache import gguf_folder  # needs torch and the gguf package
+
+        return gguf_folder(path, log)
     if name.count("/") == 1 and not name.startswith((".", "/", "~")):
-        return _from_hub(name, log)
-    rule = "is no folder, no Hub name (owner/name) and no built-in model"
+        return hub_folder(name, log, weights=weights)
+    rule = "is no folder, no .gguf file, no Hub name (owner/name) and no built-in model"
     raise JobError("job/not-found", "model.name", name, rule, legal=[DEMO_MODEL, "tiny"])
-
-
-def _from_hub(name: str, log: Callable[[str], None]) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-
-    log(f"fetching {name} from the Hugging Face Hub")
-    try:
-        return Path(snapshot_download(name, allow_patterns=list(_HUB_FILES)))
-    except (HfHubHTTPError, LocalEntryNotFoundError) as error:
-        rule = f"cannot be fetched from the Hub: {str(error).splitlines()[0]}"
-        raise JobError("job/not-found", "model.name", name, rule) from error

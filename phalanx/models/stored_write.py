@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Sequence
 from math import inf, prod
 from pathlib import Path
@@ -16,28 +15,13 @@ import torch
 from torch import Tensor
 
 from phalanx.errors import JobError, nearest_names
+from phalanx.models.folders import require_free
 from phalanx.models.stored import FLOAT_DTYPES, INDEX, SINGLE, StoredTensor, item_bytes
 from phalanx.models.stored_read import CHUNK_BYTES
-from phalanx.units import format_bytes
 
 MAX_SHARD_BYTES = 5e9
 RESERVE_BYTES = 64 * 2**20  # for the small files beside the weights
 PlannedTensor = tuple[str, str, tuple[int, ...]]  # name, dtype as the format calls it, shape
-
-
-def require_free(folder: str | Path, num_bytes: float) -> None:
-    """Refuse to start what cannot be finished.
-
-    Raises:
-        JobError: `environment/disk` when fewer bytes are free where `folder` lies or will lie.
-    """
-    path = Path(folder).absolute()
-    while not path.exists():
-        path = path.parent
-    free = shutil.disk_usage(path).free
-    if free < num_bytes:
-        rule = f"needs {format_bytes(num_bytes)} of disk, and {format_bytes(free)} are free"
-        raise JobError("environment/disk", "output folder", folder, rule)
 
 
 class ShardWriter:

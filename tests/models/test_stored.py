@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from phalanx.errors import JobError
-from phalanx.models import stored_write
+from phalanx.models import folders
 from phalanx.models.decoder import Decoder
 from phalanx.models.hf import load_decoder, read_tensors, save_folder, save_tuned
 from phalanx.models.stored import INDEX, read_header, stored_tensors
@@ -208,7 +208,7 @@ def test_full_disk_is_told_before_a_byte_is_written(tmp_path, monkeypatch):
     from collections import namedtuple
 
     usage = namedtuple("usage", "total used free")
-    monkeypatch.setattr(stored_write.shutil, "disk_usage", lambda _: usage(10, 10, 10**6))
+    monkeypatch.setattr(folders.shutil, "disk_usage", lambda _: usage(10, 10, 10**6))
     with pytest.raises(JobError, match=r"needs .*MiB.*free") as caught:
         save_folder(tmp_path / "model", CONFIG, random_decoder(CONFIG).state_dict().items())
     assert caught.value.code == "environment/disk" and str(tmp_path) in str(caught.value)
