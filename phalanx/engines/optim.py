@@ -68,6 +68,8 @@ class ShardedAdamW:
 
     def norm(self) -> Tensor:
         """Global norm of the gradients as they are; all ranks call it."""
+        for parameter in self.parameters:
+            _place_gradient(parameter)
         return global_norm(self.parameters)
 
     @torch.no_grad()
@@ -166,6 +168,13 @@ class ShardedAdamW:
 
 def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _place_gradient(parameter: nn.Parameter) -> None:
+    """DTensor leaves some gradients otherwise than their parameter (a row-wise embedding's)."""
+    grad = parameter.grad
+    if isinstance(grad, DTensor) and grad.placements != parameter.placements:
+        parameter.grad = grad.redistribute(placements=parameter.placements)
 
 
 def _placed_as(parameter: Tensor, local: Tensor) -> Tensor:

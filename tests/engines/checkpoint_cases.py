@@ -26,13 +26,13 @@ class Awkward(nn.Module):
 
     def __init__(self, seed: int) -> None:
         super().__init__()
+        torch.manual_seed(0)
+        self.frozen = nn.Linear(6, 6).requires_grad_(False)  # comes from elsewhere, always the same
         torch.manual_seed(seed)
         self.embed = nn.Embedding(31, 6)
         self.up = nn.Linear(6, 10, bias=False)
         self.down = nn.Linear(10, 6)
-        self.frozen = nn.Linear(6, 6)
         self.scale = nn.Parameter(torch.randn(1, 6))
-        self.frozen.requires_grad_(False)
 
     def forward(self, x_S):
         hidden_SD = self.embed(x_S)
@@ -43,7 +43,7 @@ class Awkward(nn.Module):
 def awkward_run(rank, world_size, mesh, seed):
     """(model, optimizer, process) on a mesh with axes among replicate, shard and tp."""
     grid = device_mesh("cpu", Mesh(mesh))
-    module = Awkward(seed)
+    module = Awkward(seed).double()
     if "tp" in mesh:
         styles = {"up": ColwiseParallel(), "down": RowwiseParallel(), "embed": RowwiseParallel()}
         parallelize_module(module, grid["tp"], styles, src_data_rank=None)
@@ -75,6 +75,6 @@ def whole_state(optimizer):
         named |= {f"{kind}.{name}": each for name, each in tensors.items()}
     values = {name: each.detach() for name, each in named.items()}
     return {
-        name: each.full_tensor() if hasattr(each, "full_tensor") else each.clone()
+        name: (each.full_tensor() if hasattr(each, "full_tensor") else each).clone()
         for name, each in values.items()
     }

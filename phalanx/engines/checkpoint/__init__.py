@@ -12,8 +12,16 @@ with StopSignal() as stop:
 
 from phalanx.engines.checkpoint.manifest import Manifest, latest
 from phalanx.engines.checkpoint.progress import Progress
-from phalanx.engines.checkpoint.reader import restore
+from phalanx.engines.checkpoint.reader import restore, restore_latest
 from phalanx.engines.checkpoint.saver import Checkpoints
 from phalanx.engines.checkpoint.stop import StopSignal
 
-__all__ = ["Checkpoints", "Manifest", "Progress", "StopSignal", "latest", "restore"]
+__all__ = [
+    "Checkpoints",
+    "Manifest",
+    "Progress",
+    "StopSignal",
+    "latest",
+    "restore",
+    "restore_latest",
+]

@@ -31,9 +31,15 @@ def put(scratch: Path, folder: Path, name: str, step: int) -> None:
     shutil.rmtree(retired, ignore_errors=True)
 
 
-def prune(folder: Path, name: str, keep: int) -> None:
-    """Remove all but the newest `keep` of a kind."""
-    for path in checkpoints_in(folder, name)[keep:]:
+def prune(folder: Path, name: str, step: int, keep: int) -> None:
+    """Remove all of a kind but the newest `keep` up to this step.
+
+    Those of later steps were left by a run that went back to an earlier one.
+    """
+    newest = step_folder(folder, name, step).name
+    found = checkpoints_in(folder, name)
+    later = [path for path in found if path.name > newest]
+    for path in later + [path for path in found if path.name <= newest][keep:]:
         (path / FILE).unlink(missing_ok=True)  # half a checkpoint is none
         shutil.rmtree(path)
 

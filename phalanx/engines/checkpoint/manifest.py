@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -64,6 +64,7 @@ class Manifest:
         tensors: canonical names; moments are "optimizer.exp_avg.<name>" and so on.
         files: by name.
         versions: of the programs that wrote it.
+        rng: by rank, the states of torch's generators by device type, in base64.
     """
 
     job_key: str
@@ -73,6 +74,7 @@ class Manifest:
     files: Mapping[str, StoredFile]
     sections: Mapping[str, Any] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
+    rng: Sequence[Mapping[str, str]] = ()
 
     @property
     def has_optimizer(self) -> bool:
@@ -130,7 +132,7 @@ class Manifest:
             for name, each in table["tensors"].items()
         }
         files = {name: StoredFile(**each) for name, each in table["files"].items()}
-        known = ("job_key", "mesh", "progress", "sections", "versions")
+        known = ("job_key", "mesh", "progress", "sections", "versions", "rng")
         return cls(tensors=tensors, files=files, **{key: table[key] for key in known})
 
     def require_files(self, folder: Path) -> None:
@@ -156,29 +158,10 @@ def damaged(folder: Path, what: str) -> JobError:
     return JobError("checkpoint/damaged", "checkpoint", folder, what)
 
 
-def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a checkpoint whose files are all there, in the right size.
-
-    Raises:
-        JobError: as `Manifest.load` and `require_files`; for damaged ones it names the newest good
-            checkpoint before this one.
-    """
-    try:
-        manifest = Manifest.load(folder)
-        manifest.require_files(folder)
-    except JobError as error:
-        if error.code != "checkpoint/damaged":
-            raise
-        raise with_good_one(error, folder) from error
-    return manifest
-
-
-def with_good_one(error: JobError, folder: Path) -> JobError:
-    """The error of a damaged checkpoint with the newest good one before it as the legal value."""
-    good = [path for path in _by_age(folder.parent, _name_of(folder)) if path.name < folder.name]
-    found = next((path for path in good if _is_good(path, verify=True)), None)
-    legal = [] if found is None else [found]
-    return JobError(error.code, error.where, error.value, error.rule, legal=legal)
+def newest_before(folder: Path) -> Path | None:
+    """The newest undamaged checkpoint of the same kind before this one."""
+    older = (path for path in _by_age(folder.parent, _name_of(folder)) if path.name < folder.name)
+    return next((path for path in older if _is_good(path, verify=True)), None)
 
 
 def latest(folder: str | Path, name: str = "step", *, verify: bool = True) -> Path | None:

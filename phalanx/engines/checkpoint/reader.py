@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,13 +13,14 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from phalanx.engines.checkpoint.agree import Council
+from phalanx.engines.checkpoint.generators import set_generator_states
 from phalanx.engines.checkpoint.manifest import (
     WEIGHTS,
     Manifest,
     StoredTensor,
+    checkpoints_in,
     damaged,
-    read_manifest,
-    with_good_one,
+    newest_before,
 )
 from phalanx.engines.checkpoint.progress import Progress
 from phalanx.engines.checkpoint.slices import Slice
@@ -40,6 +42,7 @@ def restore(
     job_key: str | None = None,
     sections: Mapping[str, Any] | None = None,
     weights_only: bool = False,
+    verify: bool = True,
 ) -> Progress:
     """Fill the trained weights and the optimizer from a checkpoint of any mesh; all ranks call it.
 
@@ -48,19 +51,22 @@ def restore(
         job_key: the job's; None: do not ask whether the checkpoint is of this job.
         sections: the job's, to say which key differs.
         weights_only: leave the optimizer alone.
+        verify: compare the digests of all files, each rank of some.
 
     Raises:
         JobError: on all ranks. `environment/trust`, `checkpoint/format`, `checkpoint/damaged`
             (naming the newest good one before it), `checkpoint/job`, `model/tensor`.
     """
     path, council = Path(path), Council()
-    manifest = read_manifest(path)
+    try:
+        manifest = _opened(path, council, weights_only, verify)
+    except JobError as error:
+        if error.code != "checkpoint/damaged":
+            raise
+        good = _before(path) if council.rank == 0 else None
+        raise _with_legal(error, council.gather(good)[0]) from error
     if job_key is not None and job_key != manifest.job_key:
         raise _other_job(path, manifest, job_key, sections or {})
-    if not (weights_only or manifest.has_optimizer):
-        rule = "holds weights only, so training cannot go on from it"
-        raise JobError("checkpoint/format", "checkpoint", path, rule)
-    _require_undamaged(path, manifest, council, weights_only)
     entries = weight_entries(optimizer)
     if not weights_only:
         entries |= optimizer_entries(optimizer)
@@ -70,23 +76,80 @@ def restore(
     for module in model.decoder.modules():
         if isinstance(module, FSDPModule):
             module.reshard()  # whole copies of the old weights may lie about
+    if not weights_only and len(manifest.rng) == process.world_size:
+        set_generator_states(manifest.rng[process.rank], process.device)
     return Progress.from_dict(manifest.progress)
+
+
+def restore_latest(
+    folder: str | Path,
+    model: TrainModel,
+    optimizer: ShardedAdamW,
+    process: Process,
+    *,
+    job_key: str | None = None,
+    sections: Mapping[str, Any] | None = None,
+    on_damaged: Callable[[JobError], None] | None = None,
+) -> tuple[Path, Progress] | None:
+    """`restore` from the newest checkpoint in `folder` that is not damaged; None: there is none.
+
+    Args:
+        on_damaged: gets the error of each newer one, on all ranks; None: a warning.
+
+    Raises:
+        JobError: as `restore`, but for damage.
+    """
+    council = Council()
+    names = [path.name for path in checkpoints_in(Path(folder), "step")]
+    for name in council.gather(names)[0]:
+        path = Path(folder) / name
+        try:
+            _opened(path, council, weights_only=False)
+        except JobError as error:
+            if error.code != "checkpoint/damaged":
+                raise
+            (on_damaged or (lambda each: warnings.warn(str(each), stacklevel=3)))(error)
+            continue
+        known = {"job_key": job_key, "sections": sections}
+        return path, restore(path, model, optimizer, process, verify=False, **known)
+    return None
+
+
+def _opened(path: Path, council: Council, weights_only: bool, verify: bool = True) -> Manifest:
+    """The manifest, once all ranks together have found its files as they were written."""
+    manifest, error = None, None
+    try:
+        manifest = Manifest.load(path)
+        manifest.require_files(path)
+        if not (weights_only or manifest.has_optimizer):
+            rule = "holds weights only, so training cannot go on from it"
+            raise JobError("checkpoint/format", "checkpoint", path, rule)
+        names = [n for n in sorted(manifest.files) if not weights_only or n.startswith(WEIGHTS)]
+        mine = names[council.rank :: council.size] if verify else []
+        if (wrong := manifest.wrong_file(path, mine)) is not None:
+            raise damaged(path, f"{wrong} is not what was written: its sha256 differs")
+    except JobError as found:
+        error = found
+    told = None if error is None else [error.code, error.where, str(error.value), error.rule]
+    first = next((each for each in council.gather(told) if each is not None), None)
+    if first is not None:
+        raise error or JobError(*first)
+    assert manifest is not None
+    return manifest
+
+
+def _before(path: Path) -> str | None:
+    good = newest_before(path)
+    return None if good is None else str(good)
+
+
+def _with_legal(error: JobError, good: str | None) -> JobError:
+    legal = [] if good is None else [good]
+    return JobError(error.code, error.where, error.value, error.rule, legal=legal)
 
 
 def _is_weight(tensor: StoredTensor) -> bool:
     return tensor.slices[0].file.startswith(WEIGHTS)
-
-
-def _require_undamaged(
-    path: Path, manifest: Manifest, council: Council, weights_only: bool
-) -> None:
-    """Each rank digests some of the files, whichever it reads afterwards."""
-    names = [n for n in sorted(manifest.files) if not weights_only or n.startswith(WEIGHTS)]
-    wrong = manifest.wrong_file(path, names[council.rank :: council.size])
-    for name in council.gather(wrong):
-        if name is not None:
-            error = damaged(path, f"{name} is not what was written: its sha256 differs")
-            raise with_good_one(error, path)
 
 
 def _require_same(
@@ -154,7 +217,7 @@ def read_slices(
                     held = entries[name].held
                     entries[name].local[overlap.within(held)].copy_(value)
         except SafetensorError as error:
-            raise with_good_one(damaged(path, f"{file} cannot be read: {error}"), path) from error
+            raise damaged(path, f"{file} cannot be read: {error}") from error
 
 
 def _read(reader: safe_open, name: str, index: Sequence[slice]) -> Tensor:

@@ -23,6 +23,7 @@ from torch import Tensor
 import phalanx
 from phalanx.engines.checkpoint import commit
 from phalanx.engines.checkpoint.agree import Council
+from phalanx.engines.checkpoint.generators import generator_states
 from phalanx.engines.checkpoint.manifest import Manifest, StoredFile, StoredSlice, StoredTensor
 from phalanx.engines.checkpoint.progress import Progress
 from phalanx.engines.checkpoint.shard_file import write_shard
@@ -36,7 +37,7 @@ from phalanx.engines.checkpoint.state import (
 )
 from phalanx.engines.optim import ShardedAdamW
 from phalanx.engines.process import Process
-from phalanx.errors import WorldError
+from phalanx.errors import PlanError, WorldError
 
 if TYPE_CHECKING:
     from phalanx.engines.trainer_model import TrainModel
@@ -53,6 +54,7 @@ class _Snapshot:
     staging: Staging
     values: dict[str, Tensor]
     entries: Mapping[str, Entry]
+    rng: dict[str, str]
 
 
 class Checkpoints:
@@ -94,6 +96,7 @@ class Checkpoints:
         self._free = [Staging(process.device) for _ in range(num_snapshots)]
         self._pending: deque[tuple[Staging, Future[WorldError | None]]] = deque()
         self._mine: dict[bool, set[str]] = {}
+        self._require_all_trained()
         if process.leads:
             commit.recover(self.folder)
 
@@ -128,7 +131,8 @@ class Checkpoints:
         mine = self._written_here(name != BEST, entries)
         staging = self._free.pop()
         values = staging.copy({key: each.local for key, each in entries.items() if key in mine})
-        snapshot = _Snapshot(name, progress, staging, values, entries)
+        rng = generator_states(self.process.device)
+        snapshot = _Snapshot(name, progress, staging, values, entries, rng)
         self._pending.append((staging, self._thread.submit(self._write, snapshot)))
 
     def wait(self) -> None:
@@ -151,6 +155,13 @@ class Checkpoints:
             self.wait()
         finally:
             self._thread.shutdown()
+
+    def _require_all_trained(self) -> None:
+        """What the optimizer does not know would be missing in the checkpoint."""
+        for name, parameter in self.model.decoder.named_parameters():
+            if parameter.requires_grad and name not in self.optimizer.named_parameters:
+                rule = "is trained, but the optimizer does not have it under this name"
+                raise PlanError("plan/illegal", "optimizer", name, rule)
 
     def _finish_oldest(self) -> None:
         staging, future = self._pending.popleft()
@@ -185,7 +196,7 @@ class Checkpoints:
         try:
             record = self._write_files(scratch, snapshot)
         except OSError as error:
-            record = {"error": f"{error.strerror or error}: {error.filename or scratch}"}
+            record = {"error": _told(error, scratch)}
         finally:
             snapshot.values.clear()
         records = self._behind.gather(record)
@@ -217,7 +228,7 @@ class Checkpoints:
             slices |= {name: [file, *each] for name, each in held.items()}
             offsets = {name: each.offset for name, each in held.items()}
             files[file] = write_shard(scratch / file, tensors, offsets)
-        return {"files": files, "slices": slices}
+        return {"files": files, "slices": slices, "rng": snapshot.rng}
 
     def _commit(
         self, snapshot: _Snapshot, scratch: Path, records: list[dict[str, Any]]
@@ -239,14 +250,23 @@ class Checkpoints:
             tensors=tensors,
             files=files,
             versions={"phalanx": phalanx.__version__, "torch": torch.__version__},
+            rng=[record["rng"] for record in records],
         )
         try:
             manifest.save(scratch)
             commit.put(scratch, self.folder, snapshot.name, snapshot.progress.step)
-            commit.prune(self.folder, snapshot.name, 1 if snapshot.name == BEST else self.keep)
         except OSError as error:
-            return f"{error.strerror or error}: {error.filename or scratch}"
+            return _told(error, scratch)
+        try:
+            keep = 1 if snapshot.name == BEST else self.keep
+            commit.prune(self.folder, snapshot.name, snapshot.progress.step, keep)
+        except OSError as error:
+            return f"it stands, but older ones cannot be removed: {_told(error, self.folder)}"
         return None
+
+
+def _told(error: OSError, folder: Path) -> str:
+    return f"{error.strerror or error}: {error.filename or folder}"
 
 
 def _first_error(records: list[dict[str, Any]]) -> str | None:

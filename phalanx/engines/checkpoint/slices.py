@@ -1,13 +1,19 @@
-"""Which slice of each tensor a rank holds, and which of the ranks that hold it writes it."""
+"""Which slice of each tensor a rank holds, and which of the ranks that hold it writes it.
+
+Legend: N slices, D dims.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from math import prod
 from typing import NamedTuple
 
+import numpy as np
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import Placement
 
 from phalanx.errors import PlanError
 
@@ -53,27 +59,39 @@ def slice_of(name: str, tensor: Tensor) -> Slice:
         PlanError: `layout/mismatch` for a placement whose cut is another.
     """
     if not isinstance(tensor, DTensor):
-        return Slice((0,) * tensor.dim(), tuple(tensor.shape))
-    offset, shape = [0] * tensor.dim(), list(tensor.shape)
-    cuts = [
-        (isinstance(placed, Shard), at if isinstance(placed, Shard) else -at, at, placed)
-        for at, placed in enumerate(tensor.placements)
-        if not placed.is_replicate()
-    ]
-    for *_, at, placed in sorted(cuts, key=lambda cut: (not cut[0], cut[1])):
-        if not (placed.is_shard() or hasattr(placed, "split_factor")):
+        return cut(tensor.shape, ())
+    cuts = []
+    for at in _order(tensor.placements):
+        placed = tensor.placements[at]
+        if not hasattr(placed, "dim"):
             rule = "is no slice of the tensor, so it cannot be stored"
             raise PlanError("layout/mismatch", name, str(placed), rule)
-        dim, parts = placed.dim, tensor.device_mesh.size(at)
-        width = -(-shape[dim] // parts)
-        first = min(tensor.device_mesh.get_local_rank(at) * width, shape[dim])
-        offset[dim] += first
-        shape[dim] = min(width, shape[dim] - first)
-    held = Slice(tuple(offset), tuple(shape))
-    if held.num_elements and tuple(tensor.to_local().shape) != held.shape:
+        mesh = tensor.device_mesh
+        cuts.append((placed.dim, mesh.size(at), mesh.get_local_rank(at)))
+    held = cut(tensor.shape, cuts)
+    found = tuple(tensor.to_local().shape)
+    if held.num_elements and found != held.shape:
         rule = f"is cut otherwise than by {tensor.placements}: expected {held.shape}"
-        raise PlanError("layout/mismatch", name, tuple(tensor.to_local().shape), rule)
+        raise PlanError("layout/mismatch", name, found, rule)
     return held
+
+
+def _order(placements: Sequence[Placement]) -> list[int]:
+    """Mesh dims that cut, in the order in which they do."""
+    cutting = [at for at, placed in enumerate(placements) if not placed.is_replicate()]
+    plain = [at for at in cutting if isinstance(placements[at], Shard)]
+    return plain + [at for at in reversed(cutting) if at not in plain]
+
+
+def cut(shape: Sequence[int], cuts: Sequence[tuple[int, int, int]]) -> Slice:
+    """What is left of a tensor after (dim, parts, index of mine) one after another."""
+    offset, left = [0] * len(shape), list(shape)
+    for dim, parts, index in cuts:
+        width = -(-left[dim] // parts)
+        first = min(index * width, left[dim])
+        offset[dim] += first
+        left[dim] = min(width, left[dim] - first)
+    return Slice(tuple(offset), tuple(left))
 
 
 def writers(held: Sequence[Mapping[str, Slice]], num_bytes: Mapping[str, int]) -> list[set[str]]:
@@ -103,10 +121,19 @@ def writers(held: Sequence[Mapping[str, Slice]], num_bytes: Mapping[str, int]) -
 
 def require_whole(name: str, shape: Sequence[int], slices: Sequence[Slice]) -> None:
     """Raise `layout/mismatch` unless the slices are the whole tensor, every element once."""
-    total = sum(each.num_elements for each in slices)
-    doubled = any(
-        a.overlap(b) for at, a in enumerate(slices) for b in slices[:at] if a.shape and b.shape
-    )
-    if total != prod(shape) or doubled:
+    if not _is_whole(tuple(shape), tuple(slices)):
         rule = f"the slices of all ranks are not the whole tensor of shape {tuple(shape)} once"
         raise PlanError("layout/mismatch", name, [tuple(each) for each in slices], rule)
+
+
+@lru_cache(maxsize=256)  # the layers of a model are cut alike
+def _is_whole(shape: tuple[int, ...], slices: tuple[Slice, ...]) -> bool:
+    if sum(each.num_elements for each in slices) != prod(shape):
+        return False
+    starts_ND = np.array([each.offset for each in slices]).reshape(len(slices), -1)
+    ends_ND = starts_ND + np.array([each.shape for each in slices]).reshape(len(slices), -1)
+    meet_NN = np.ones((len(slices), len(slices)), dtype=bool)
+    for dim in range(len(shape)):
+        starts, ends = starts_ND[:, dim], ends_ND[:, dim]
+        meet_NN &= (starts[:, None] < ends) & (starts < ends[:, None])
+    return int(meet_NN.sum()) == len(slices)  # each meets itself only
