@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from torch.distributed import DeviceMesh
 
@@ -11,7 +10,7 @@ from phalanx.engines.bind_tensor import BoundTensor, bind_tensor
 from phalanx.errors import PlanError
 from phalanx.layout.tensor_split import kv_heads_of, tensor_legality
 from phalanx.models.decoder import Decoder
-from phalanx.models.spec import AttentionKind, DecoderConfig
+from phalanx.models.spec import DecoderConfig
 from phalanx.policy import Spec
 
 
@@ -40,12 +39,6 @@ def bind_decoder(decoder: Decoder, specs: Sequence[Spec], mesh: DeviceMesh) -> B
     return bound
 
 
-def local_config(config: DecoderConfig, bound: BoundTensor) -> DecoderConfig:
-    """The config with the heads that this rank computes; a cache is built from it."""
-    kinds = tuple(_local_kind(kind, bound.degree, bound.rank) for kind in config.kinds)
-    return replace(config, kinds=kinds)
-
-
 def _head_rows(config: DecoderConfig, degree: int, rank: int) -> dict[str, list[int]]:
     """Rows of the key and value projections that a rank computes, where they are not cut."""
     rows = {}
@@ -58,8 +51,3 @@ def _head_rows(config: DecoderConfig, degree: int, rank: int) -> dict[str, list[
             for name in ("k_proj", "v_proj"):
                 rows[f"model.layers.{at}.self_attn.{name}"] = of_heads
     return rows
-
-
-def _local_kind(kind: AttentionKind, degree: int, rank: int) -> AttentionKind:
-    heads = kv_heads_of(kind.num_heads, kind.num_kv_heads, degree, rank)
-    return replace(kind, num_heads=kind.num_heads // degree, num_kv_heads=len(heads))

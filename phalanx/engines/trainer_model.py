@@ -13,7 +13,8 @@ from torch.distributed.tensor import DTensor
 from phalanx.engines.bind import BoundData, bind_data
 from phalanx.engines.bind_tensor import BoundTensor
 from phalanx.engines.process import Process
-from phalanx.engines.tensor_decoder import bind_decoder, local_config
+from phalanx.engines.recompute import apply_recompute
+from phalanx.engines.tensor_decoder import bind_decoder
 from phalanx.engines.tensor_products import held
 from phalanx.job import Job
 from phalanx.models.adapter_folder import adapter_weights, lora_of
@@ -106,8 +107,8 @@ class TrainModel:
 
     def cache(self, capacity: int) -> KvCache:
         """An empty cache for the key and value heads that this rank computes."""
-        config = local_config(self.decoder.config, self.tensor)
-        return KvCache(config, capacity=capacity, device=self.decoder.head_weight.device)
+        device = self.decoder.head_weight.device
+        return KvCache(self.decoder.config, capacity=capacity, device=device)
 
     @contextmanager
     def sampling(self) -> Iterator[None]:
@@ -151,6 +152,7 @@ def build_model(job: Job, role: RoleProgram, source: ModelSource, process: Proce
     specs = role.built_specs()
     of_tensor = [spec for spec in specs if spec.family == "tensor"]
     tensor = bind_decoder(decoder, of_tensor, process.mesh)
+    apply_recompute(decoder, role.recompute)
     data = bind_data(
         decoder,
         [spec for spec in specs if spec.family == "data"],

@@ -60,6 +60,7 @@ class Case:
     dtypes: Mapping[str, str] = field(default_factory=dict)
     steps: int = STEPS
     rows: Rows = ROWS
+    recompute: str = "none"
     by_document: bool = False
 
     @property
@@ -139,7 +140,13 @@ def build(rank: int, world_size: int, case: Case) -> TrainModel:
     flags |= {"train.seed": SEED, "model.dtype": case.config.dtype}
     if case.lora:
         flags |= {f"train.lora_{k}": getattr(case.lora, k) for k in ("rank", "alpha", "dropout")}
-    role = RoleProgram(pool="all", mesh=case.mesh, specs=case.specs, dtypes=case.all_dtypes)
+    role = RoleProgram(
+        pool="all",
+        mesh=case.mesh,
+        specs=case.specs,
+        dtypes=case.all_dtypes,
+        recompute=case.recompute,
+    )
     source = ModelSource(config=case.config, folder=None, tokenizer_folder=Path())
     return build_model(load_job(None, flags), role, source, process)
 
