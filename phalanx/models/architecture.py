@@ -195,6 +195,12 @@ class DecoderConfig:
             if kind in (None, name) and self.kv_source(at) == at
         ]
 
+    def require_computable(self) -> None:
+        """Raise `model/unknown` for a mixture of experts, which is counted but not computed."""
+        if self.experts is not None:
+            rule, count = "mixtures of experts are counted, not computed", self.experts.num_experts
+            raise JobError("model/unknown", "model.experts", count, rule, legal=[0])
+
     def with_dtype(self, dtype: str) -> DecoderConfig:
         """The same model with weights of another dtype."""
         return replace(self, dtype=dtype)

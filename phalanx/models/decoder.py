@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from phalanx.errors import JobError, PlanError
+from phalanx.errors import PlanError
 from phalanx.models.cache import KvCache
 from phalanx.models.decoder_layers import (
     DecoderLayer,
@@ -163,9 +163,7 @@ class Decoder(nn.Module):
 
 
 def _require_computable(config: DecoderConfig, layers: range) -> None:
-    if config.experts is not None:
-        rule = "a mixture of experts is counted but not computed"
-        raise JobError("model/unknown", "enable_moe_block", True, rule, legal=[False])
+    config.require_computable()
     where = "stage"
     if config.per_layer_embedding is not None and len(layers) < config.num_layers:
         rule = "per-layer embeddings need the tokens in every layer, which one stage only has"

@@ -155,9 +155,11 @@ def test_a_request_ends_at_its_stop_tokens_or_its_length(reference):
 
 def test_new_weights_take_over_in_place(tmp_path):
     engine = make_engine()
-    places = {name: place.view.data_ptr() for name, place in engine.model._places.items()}
+    places = {name: place.view.data_ptr() for name, place in engine.model.weights._places.items()}
     engine.update_weights(tensors(5), "tiny@5")
-    assert places == {name: place.view.data_ptr() for name, place in engine.model._places.items()}
+    assert places == {
+        name: place.view.data_ptr() for name, place in engine.model.weights._places.items()
+    }
     assert engine.weight_version == "tiny@5"
     got = run(engine, {0: [request(0, prompt_of(40))]}).tokens()
     assert got == run(make_engine(seed=5), {0: [request(0, prompt_of(40))]}).tokens()

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from phalanx.engines.serve.blocks import BLOCK_TOKENS, BlockTables, num_blocks_of
 from phalanx.errors import JobError
-from phalanx.models.spec import DTYPE_BYTES, AttentionKind, DecoderConfig
+from phalanx.models.spec import AttentionKind, DecoderConfig, kv_token_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +65,7 @@ class KvPool:
 
     Args:
         kind: heads and window.
-        num_layers: layers of this kind.
+        num_layers: layers of this kind that make keys and values of their own.
         tables: who holds which block.
     """
 
@@ -143,7 +143,7 @@ class PagedKv:
             else:
                 most = num_sliding_blocks(kind.window, self.num_blocks, limits)
                 tables = BlockTables(most, rows, longest, kind.window)
-            num_layers = config.layer_kinds.count(kind.name)
+            num_layers = len(config.kv_layers(kind.name))
             self.pools[kind.name] = KvPool(kind, num_layers, tables, dtype=dtype, device=device)
 
     @property
@@ -270,19 +270,15 @@ def num_sliding_blocks(window: int, num_blocks: int, limits: KvLimits) -> int:
 
 def token_bytes(config: DecoderConfig, kv_dtype: str) -> int:
     """Bytes that one more token takes in the layers that keep every token: 2 L K C itemsize."""
-    return sum(
-        2 * kind.num_kv_heads * kind.head_dim * DTYPE_BYTES[kv_dtype]
-        for kind in map(config.attention, range(config.num_layers))
-        if kind.window is None
-    )
+    kinds = (kind for kind in config.kinds if kind.window is None)
+    return sum(kv_token_bytes(config, kind.name, kv_dtype) for kind in kinds)
 
 
 def sliding_bytes(config: DecoderConfig, num_tokens: int, limits: KvLimits, kv_dtype: str) -> int:
     """Bytes of the sliding pools beside a full pool of `num_tokens`."""
     total = 0
-    for kind in map(config.attention, range(config.num_layers)):
+    for kind in config.kinds:
         if kind.window is not None:
             blocks = num_sliding_blocks(kind.window, num_blocks_of(num_tokens), limits)
-            channels = kind.num_kv_heads * kind.head_dim
-            total += blocks * BLOCK_TOKENS * 2 * channels * DTYPE_BYTES[kv_dtype]
+            total += blocks * BLOCK_TOKENS * kv_token_bytes(config, kind.name, kv_dtype)
     return total

@@ -1,143 +1,66 @@
 """The serving form of a decoder: packed plain tensors, updatable in place, over a paged cache.
 
-q, k and v are one matrix, gate and up another; norms are kept as 1 + w in float32. All are filled
-from canonical tensors by slices.
+q, k and v are one matrix, gate and up another; norms are kept as the scale they are, in float32.
+All are filled from canonical tensors by slices (`packed`).
 
 Legend: S rows (tokens) of a step, R decoding requests (the first R rows), D model, H query heads,
-K kv heads, G = H / K, C channels per head, F feed-forward, V vocabulary, T cached tokens.
+K kv heads, G = H / K, C channels per head, F feed-forward, V vocabulary, T cached tokens, L layers,
+P channels of a per-layer embedding.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from phalanx.engines.serve.kv import KindStep, KvPool
-from phalanx.errors import JobError, nearest_names
+from phalanx.engines.serve.packed import PackedLayer, PackedWeights
+from phalanx.models.decoder_layers import Rope, kind_rope
 from phalanx.models.spec import DecoderConfig
 from phalanx.ops.attention import causal_attention
-from phalanx.ops.rope import rope_table, rotate
-
-
-class _Place(NamedTuple):
-    """Where a canonical tensor of this shape goes; norms are stored with 1 added."""
-
-    view: Tensor
-    shape: tuple[int, ...]
-    added: float = 0.0
-
-
-@dataclass(frozen=True)
-class PackedLayer:
-    """The weights of one layer: qkv [(H + 2K) C, D], out [D, H C], gate_up [2F, D], down [D, F].
-
-    Norms are 1 + w: qk_norm [H + K, C], the others [D].
-    """
-
-    qkv: Tensor
-    out: Tensor
-    gate_up: Tensor
-    down: Tensor
-    qk_norm: Tensor
-    before_attention: Tensor
-    after_attention: Tensor
-    before_mlp: Tensor
-    after_mlp: Tensor
+from phalanx.ops.rope import rotate
 
 
 class PackedDecoder:
-    """A decoder of the Gemma 3 text family for serving; zero until `update` has filled it.
+    """A decoder of any family for serving; zero until `update` has filled it.
 
     Args:
         config: what to build; matrices get `config.dtype`.
         device: where.
+
+    Raises:
+        JobError: `model/unknown` for a mixture of experts, which is not computed.
     """
 
     def __init__(self, config: DecoderConfig, *, device: torch.device | str = "cpu") -> None:
+        config.require_computable()
         self.config, self.device = config, torch.device(device)
-        self.dtype: torch.dtype = getattr(torch, config.dtype)
-        self._wide = torch.promote_types(self.dtype, torch.float32)
-        self._places: dict[str, _Place] = {}
-        d = config.hidden_size
-        self.embedding = self._matrix({"model.embed_tokens": config.vocab_size}, d)
-        self.norm = self._norm("model.norm", d)
-        self.layers = [self._layer(at) for at in range(config.num_layers)]
-        kinds = config.layer_kinds
-        self._place_in_kind = [kinds[:at].count(kinds[at]) for at in range(len(kinds))]
-        # the factor is rounded to the weights' dtype first, as transformers does
-        self._embedding_scale = torch.tensor(d**0.5, dtype=self.dtype, device=self.device)
+        self.weights = PackedWeights(config, self.device)
+        self.dtype, self._wide = self.weights.dtype, self.weights.wide
+        of_kind = {kind.name: config.kv_layers(kind.name) for kind in config.kinds}
+        # the layer of its kind's pool that holds the keys and values which each layer uses
+        self._place_in_pool = [
+            of_kind[name].index(config.kv_source(at)) for at, name in enumerate(config.layer_kinds)
+        ]
+        # factors on embeddings are rounded to the weights' dtype first, as transformers does
+        self._embedding_scale = self._rounded(config.hidden_size)
+        if config.per_layer_embedding is not None:
+            self._per_layer_scale = self._rounded(config.per_layer_embedding.width)
 
-    def _matrix(self, num_rows: Mapping[str, int], num_columns: int) -> Tensor:
-        """One matrix of the canonical ones with so many rows each."""
-        total = sum(num_rows.values())
-        packed = torch.zeros(total, num_columns, dtype=self.dtype, device=self.device)
-        for (name, rows), view in zip(num_rows.items(), packed.split(list(num_rows.values()))):
-            self._places[f"{name}.weight"] = _Place(view, (rows, num_columns))
-        return packed
-
-    def _norm(self, name: str, num_channels: int) -> Tensor:
-        scale = torch.ones(num_channels, dtype=self._wide, device=self.device)
-        self._places[f"{name}.weight"] = _Place(scale, (num_channels,), 1.0)
-        return scale
-
-    def _layer(self, layer: int) -> PackedLayer:
-        kind, name = self.config.attention(layer), f"model.layers.{layer}"
-        d, f, c = self.config.hidden_size, self.config.intermediate_size, kind.head_dim
-        heads, kv_heads = kind.num_heads, kind.num_kv_heads
-        attention, mlp = f"{name}.self_attn", f"{name}.mlp"
-        qkv = {f"{attention}.q_proj": heads * c}
-        qkv |= {f"{attention}.{part}": kv_heads * c for part in ("k_proj", "v_proj")}
-        qk_norm = torch.ones(heads + kv_heads, c, dtype=self._wide, device=self.device)
-        for part, view in zip(("q_norm", "k_norm"), qk_norm.split((heads, kv_heads))):
-            self._places[f"{attention}.{part}.weight"] = _Place(view, (c,), 1.0)
-        return PackedLayer(
-            qkv=self._matrix(qkv, d),
-            out=self._matrix({f"{attention}.o_proj": d}, heads * c),
-            gate_up=self._matrix({f"{mlp}.gate_proj": f, f"{mlp}.up_proj": f}, d),
-            down=self._matrix({f"{mlp}.down_proj": d}, f),
-            qk_norm=qk_norm,
-            before_attention=self._norm(f"{name}.input_layernorm", d),
-            after_attention=self._norm(f"{name}.post_attention_layernorm", d),
-            before_mlp=self._norm(f"{name}.pre_feedforward_layernorm", d),
-            after_mlp=self._norm(f"{name}.post_feedforward_layernorm", d),
-        )
+    def _rounded(self, width: int) -> Tensor:
+        return torch.tensor(width**0.5, dtype=self.dtype, device=self.device)
 
     @property
     def names(self) -> list[str]:
         """The canonical tensors that it is made of."""
-        return list(self._places)
+        return self.weights.names
 
-    @torch.no_grad()
     def update(self, tensors: Iterable[tuple[str, Tensor]], *, strict: bool = True) -> None:
-        """Copy whole canonical tensors into place.
-
-        Args:
-            strict: demand every tensor of the model.
-
-        Raises:
-            JobError: `model/tensor` for an unknown name, a wrong shape or, if strict, missing ones.
-        """
-        missing = set(self._places)
-        for name, whole in tensors:
-            place = self._places.get(name)
-            if place is None:
-                rule, near = "is no tensor of this model", nearest_names(name, self._places)
-                raise JobError("model/tensor", "weights", name, rule, legal=near)
-            if place.shape != tuple(whole.shape):
-                rule = f"must have the shape {place.shape}"
-                raise JobError("model/tensor", name, tuple(whole.shape), rule)
-            place.view.copy_(whole)
-            if place.added:
-                place.view.add_(place.added)
-            missing.discard(name)
-        if strict and missing:
-            rule, near = f"{len(missing)} tensors of the model are missing", sorted(missing)[:3]
-            raise JobError("model/tensor", "weights", None, rule, legal=near)
+        """Copy whole canonical tensors into place, as `PackedWeights.update`."""
+        self.weights.update(tensors, strict=strict)
 
     @torch.inference_mode()
     def forward(
@@ -154,45 +77,67 @@ class PackedDecoder:
             positions_S: of each token in its request.
             steps, pools: per layer kind, as `PagedKv` gives them.
         """
-        rope = {
-            kind.name: rope_table(positions_S, kind.head_dim, kind.rope_theta, kind.rope_factor)
-            for kind in self.config.kinds
-        }
-        x_SD = F.embedding(tokens_S, self.embedding) * self._embedding_scale
-        for at, layer in enumerate(self.layers):
+        rope = {kind.name: kind_rope(kind, positions_S) for kind in self.config.kinds}
+        x_SD = F.embedding(tokens_S, self.weights.embedding)
+        if self.config.scale_embedding:
+            x_SD = x_SD * self._embedding_scale
+        per_layer_SLP = self._per_layer_inputs(tokens_S, x_SD)
+        for at, layer in enumerate(self.weights.layers):
             kind = self.config.layer_kinds[at]
             normed_SD = self._normed(x_SD, layer.before_attention)
             attended_SD = self._attend(at, normed_SD, rope[kind], steps[kind], pools[kind])
             x_SD = x_SD + self._normed(attended_SD, layer.after_attention)
-            gate_up = F.linear(self._normed(x_SD, layer.before_mlp), layer.gate_up)
-            gate_SF, up_SF = gate_up.chunk(2, -1)
-            fed_SD = F.linear(F.gelu(gate_SF, approximate="tanh").mul_(up_SF), layer.down)
+            fed_SD = self._feed(layer, self._normed(x_SD, layer.before_mlp))
             x_SD = x_SD + self._normed(fed_SD, layer.after_mlp)
-        return self._normed(x_SD, self.norm)
+            if per_layer_SLP is not None:
+                x_SD = x_SD + self._of_this_layer(layer, x_SD, per_layer_SLP[:, at])
+            if layer.scalar is not None:
+                x_SD = x_SD * layer.scalar
+        return self._normed(x_SD, self.weights.norm)
 
     @torch.inference_mode()
     def logits(self, hidden_SD: Tensor) -> Tensor:
         """Logits [S, V] in the weights' dtype; pass only the rows that are needed."""
-        logits_SV = F.linear(hidden_SD, self.embedding)
+        logits_SV = F.linear(hidden_SD, self.weights.head)
         cap = self.config.logit_soft_cap
         return logits_SV if cap is None else cap * torch.tanh(logits_SV / cap)
 
-    def _normed(self, x_SD: Tensor, scale_D: Tensor) -> Tensor:
-        """As `ops.norm.rms_norm`, whose scale is already added up here."""
+    def _normed(self, x_SD: Tensor, scale_D: Tensor | None) -> Tensor:
+        """As `ops.norm.rms_norm`, whose scale is already added up here; None: no norm."""
+        if scale_D is None:
+            return x_SD
         wide = x_SD.to(self._wide)
         return F.rms_norm(wide, scale_D.shape, scale_D, self.config.norm_eps).to(self.dtype)
 
-    def _attend(
-        self, at: int, x_SD: Tensor, rope: tuple[Tensor, Tensor], step: KindStep, pool: KvPool
-    ) -> Tensor:
-        layer, kind, place = self.layers[at], pool.kind, self._place_in_kind[at]
-        num_heads, num_kv_heads = kind.num_heads, kind.num_kv_heads
-        qkv = F.linear(x_SD, layer.qkv).unflatten(-1, (-1, kind.head_dim))
-        qk, v_SKC = qkv.split((num_heads + num_kv_heads, num_kv_heads), 1)
-        qk = F.rms_norm(qk.to(self._wide), (kind.head_dim,), None, self.config.norm_eps)
-        qk = rotate(qk.mul_(layer.qk_norm), *rope).to(self.dtype)
-        q_SHC, k_SKC = qk.split((num_heads, num_kv_heads), 1)
-        pool.write(place, step, k_SKC, v_SKC)
+    def _gated(self, gate: Tensor, up: Tensor) -> Tensor:
+        if self.config.activation == "silu":
+            return F.silu(gate).mul_(up)
+        return F.gelu(gate, approximate="tanh").mul_(up)
+
+    def _feed(self, layer: PackedLayer, x_SD: Tensor) -> Tensor:
+        gate_SF, up_SF = F.linear(x_SD, layer.gate_up).chunk(2, -1)
+        return F.linear(self._gated(gate_SF, up_SF), layer.down)
+
+    def _per_layer_inputs(self, tokens_S: Tensor, x_SD: Tensor) -> Tensor | None:
+        """As `models.decoder.Decoder`, [S, L, P]."""
+        if self.weights.per_layer_embedding is None:
+            return None
+        embedding, projection, norm_P = self.weights.per_layer_embedding
+        own_SC = F.embedding(tokens_S, embedding) * self._per_layer_scale
+        projected_SC = F.linear(x_SD, projection) * self.config.hidden_size**-0.5
+        shape = (self.config.num_layers, -1)
+        projected_SLP = self._normed(projected_SC.unflatten(-1, shape), norm_P)
+        return (projected_SLP + own_SC.unflatten(-1, shape)) * 2.0**-0.5
+
+    def _of_this_layer(self, layer: PackedLayer, x_SD: Tensor, per_layer_SP: Tensor) -> Tensor:
+        assert layer.per_layer is not None
+        gated_SP = self._gated(F.linear(x_SD, layer.per_layer.gate), per_layer_SP)
+        return self._normed(F.linear(gated_SP, layer.per_layer.projection), layer.per_layer.norm)
+
+    def _attend(self, at: int, x_SD: Tensor, rope: Rope, step: KindStep, pool: KvPool) -> Tensor:
+        layer, kind, place = self.weights.layers[at], pool.kind, self._place_in_pool[at]
+        heads = F.linear(x_SD, layer.qkv).unflatten(-1, (-1, kind.head_dim))
+        q_SHC = self._turned(heads, layer, rope, pool, place, step)
         scale, parts = self.config.query_scale, []
         if num_single := step.blocks_RN.shape[0]:
             keys, values = pool.read(place, step.blocks_RN)
@@ -206,6 +151,31 @@ class PackedDecoder:
             parts.append(causal_attention(q, k_TKC, v_TKC, scale=scale, window=kind.window))
         out_SHC = parts[0] if len(parts) == 1 else torch.cat(parts)
         return F.linear(out_SHC.flatten(-2), layer.out)
+
+    def _turned(
+        self,
+        heads: Tensor,
+        layer: PackedLayer,
+        rope: Rope,
+        pool: KvPool,
+        place: int,
+        step: KindStep,
+    ) -> Tensor:
+        """Queries [S, H, C] from what qkv gave; keys and values go into the pool."""
+        num_heads, num_kv_heads = pool.kind.num_heads, pool.kind.num_kv_heads
+        makes_kv = heads.shape[1] > num_heads
+        qk = heads[:, : num_heads + num_kv_heads] if makes_kv else heads
+        qk = qk.to(self._wide)
+        if layer.qk_norm is not None:
+            qk = F.rms_norm(qk, qk.shape[-1:], None, self.config.norm_eps).mul_(layer.qk_norm)
+        q_SHC, k_SKC = rotate(qk, *rope).to(self.dtype).tensor_split((num_heads,), 1)
+        if makes_kv:
+            v_SKC = heads[:, -num_kv_heads:]  # the keys themselves where there are no values
+            if self.config.value_norm:
+                wide = v_SKC.to(self._wide)
+                v_SKC = F.rms_norm(wide, wide.shape[-1:], None, self.config.norm_eps)
+            pool.write(place, step, k_SKC, v_SKC)
+        return q_SHC
 
 
 def paged_decode(

@@ -107,6 +107,7 @@ def require_servable(settings: ServeSettings) -> DecoderConfig:
     """
     build("serve", settings.scheduler, "plan.serve")
     config = read_config(settings.folder)
+    config.require_computable()
     if not any(Path(settings.folder).glob("*.safetensors")):
         rule = "holds no safetensors weights"
         raise JobError("job/not-found", "model folder", settings.folder, rule)
