@@ -137,11 +137,24 @@ def test_torch_distributed_checkpoint_reads_the_folder(tmp_path):
 
 def kept(rank, world_size, folder):
     model, optimizer, process = awkward_run(rank, world_size, {"shard": 2}, seed=1)
-    checkpoints = Checkpoints(folder, model, optimizer, process, keep=2, job_key="key")
+    saved = []
+    checkpoints = Checkpoints(
+        folder,
+        model,
+        optimizer,
+        process,
+        keep=2,
+        job_key="key",
+        on_saved=lambda *of: saved.append(of),
+    )
     for step in (2, 4, 6):
         checkpoints.save(Progress(step=step))
         checkpoints.save(Progress(step=step), name="best")
     checkpoints.wait()
+    assert [(p.step, name) for p, name, _ in saved] == [
+        (step, name) for step in (2, 4, 6) for name in ("step", "best")
+    ]
+    assert saved[-1][2] == Path(folder) / "best-00000006"
     names = sorted(path.name for path in Path(folder).iterdir())
     dist.barrier()
     checkpoints.save(Progress(step=4))  # the run went back
