@@ -1,0 +1,175 @@
+"""Replicas compared: weights that ranks hold more than once must be equal bit by bit.
+
+A parameter that a mesh axis does not cut is held by all ranks along that axis: everything along
+"replicate", and along "shard" or "tp" what is not cut there. Once they differ (a flipped bit, a
+kernel that rounds differently, a gradient that was not summed) training goes on and is wrong; only
+a comparison finds it.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from phalanx.engines.process import Process
+from phalanx.engines.slow_ranks import RankClock, slow_ranks, slow_text
+from phalanx.errors import WorldError
+
+_ROW_BYTES = 512
+
+
+class WeightCheck:
+    """Compares the replicas of a module's parameters, and the speed of ranks in the same gather.
+
+    Nothing is hashed or sent for parameters that every axis cuts. All ranks call the constructor
+    and `run`, in the same order; the constructor before the first forward pass, in which FSDP2 puts
+    gathered tensors in the place of a module's parameters.
+
+    Args:
+        module: bound; parameters are plain tensors or DTensors.
+        process: its mesh names the axes.
+
+    Attributes:
+        clock: give it what each step took on this rank.
+        hosts: host name of each rank.
+        names: parameters that somebody else holds too.
+    """
+
+    def __init__(self, module: nn.Module, process: Process) -> None:
+        self._process, self.clock = process, RankClock()
+        parameters = dict(module.named_parameters())
+        cut = {name: _cut_axes(parameter) for name, parameter in parameters.items()}
+        groups = {axes: _groups(process, axes) for axes in set(cut.values())}
+        held = {n: axes for n, axes in cut.items() if any(len(g) > 1 for g in groups[axes])}
+        self.names = list(held)
+        self._parameters = [parameters[name] for name in held]
+        self._groups = [groups[axes] for axes in held.values()]
+        self.hosts: list[str] = [socket.gethostname()] * process.world_size
+        if process.world_size > 1:
+            dist.all_gather_object(self.hosts, socket.gethostname())
+
+    def run(self, step: int) -> dict[str, Any]:
+        """Compare all ranks after `step` steps.
+
+        Returns:
+            A line for `metrics.jsonl`: "kind" "ranks", "step", "token_s" (seconds per token of each
+            rank), "slow" (ranks above 1.2 times the median) and "text" (about them, or "").
+
+        Raises:
+            WorldError: `train/weights` on every rank, naming the first parameter that differs, the
+                ranks that hold another value than most, and their hosts.
+        """
+        table = self._gathered(self._hashes())
+        hashes, token_s = table[:, :-1], table[:, -1].view(torch.float64).tolist()
+        for at, name in enumerate(self.names):
+            column = hashes[:, at].tolist()
+            for group in self._groups[at]:
+                if len({column[rank] for rank in group}) > 1:
+                    raise self._differ(step, name, group, column)
+        slow = slow_ranks(token_s, self.hosts)
+        return {
+            "kind": "ranks",
+            "step": step,
+            "token_s": token_s,
+            "slow": [each.rank for each in slow],
+            "text": slow_text(slow, self.hosts),
+        }
+
+    def _hashes(self) -> Tensor:
+        """A hash of each replicated parameter, and this rank's speed, on the host."""
+        speed = torch.tensor([self.clock.take()], dtype=torch.float64).view(torch.int64)
+        if not self._parameters:
+            return speed
+        hashes = torch.stack([bits_hash(parameter) for parameter in self._parameters])
+        return torch.cat([hashes.cpu(), speed])
+
+    def _gathered(self, mine: Tensor) -> Tensor:
+        """[ranks, parameters + 1]."""
+        size = self._process.world_size
+        if size == 1:
+            return mine[None]
+        rows = [torch.empty_like(mine) for _ in range(size)]
+        dist.all_gather(rows, mine)
+        return torch.stack(rows)
+
+    def _differ(
+        self, step: int, name: str, group: Sequence[int], column: Sequence[int]
+    ) -> WorldError:
+        (usual, count), *_ = Counter(column[rank] for rank in group).most_common()
+        others = [rank for rank in group if column[rank] != usual]
+        same = [rank for rank in group if column[rank] == usual]
+        if 2 * count <= len(group):
+            value = f"different on {self._named(group)}"
+        else:
+            value = f"on {self._named(others)} not what {self._named(same)} hold"
+        rule = "replicas must hold equal weights; go on from the last checkpoint"
+        return WorldError("train/weights", f"{name} after step {step}", value, rule)
+
+    def _named(self, ranks: Sequence[int]) -> str:
+        """Ranks with their hosts."""
+        hosts = dict.fromkeys(self.hosts[rank] for rank in ranks)
+        numbers = ", ".join(map(str, ranks))
+        return f"rank{'s' * (len(ranks) > 1)} {numbers} (host {', '.join(hosts)})"
+
+
+def check_replicas(module: nn.Module, process: Process, step: int = 0) -> dict[str, Any]:
+    """One comparison; see `WeightCheck`. All ranks call it."""
+    return WeightCheck(module, process).run(step)
+
+
+@torch.no_grad()
+def bits_hash(parameter: Tensor) -> Tensor:
+    """64 bits that depend on every bit of what this rank holds, an int64 scalar on its device.
+
+    With s_i the sum of the i-th 512 bytes as 64-bit words: sum of (2 i + 1) s_i modulo 2^64, which
+    no order of summation changes. Any one changed word changes it, and so do rows of 512 bytes that
+    change places; words that change places within such a row do not.
+    """
+    held = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    held_bytes = held.detach().contiguous().view(-1).view(torch.uint8)
+    num_tail = held_bytes.numel() % _ROW_BYTES
+    body, tail = held_bytes[: held_bytes.numel() - num_tail], held_bytes[-num_tail:]
+    total = _rows_hash(body, 0)
+    if num_tail:
+        padded = torch.nn.functional.pad(tail, (0, _ROW_BYTES - num_tail))
+        total = total + _rows_hash(padded, body.numel() // _ROW_BYTES)
+    return total
+
+
+def _rows_hash(row_bytes: Tensor, first: int) -> Tensor:
+    if row_bytes.storage_offset() % 8:
+        row_bytes = row_bytes.clone()  # words must be aligned
+    sums = row_bytes.view(torch.int64).view(-1, _ROW_BYTES // 8).sum(1)
+    places = torch.arange(first, first + sums.numel(), device=sums.device)
+    return (sums * (2 * places + 1)).sum()
+
+
+def _cut_axes(parameter: Tensor) -> frozenset[str]:
+    """Mesh axes along which ranks hold different parts."""
+    if not isinstance(parameter, DTensor):
+        return frozenset()
+    names = parameter.device_mesh.mesh_dim_names or ()
+    return frozenset(
+        name for name, placement in zip(names, parameter.placements) if not placement.is_replicate()
+    )
+
+
+def _groups(process: Process, cut: frozenset[str]) -> list[tuple[int, ...]]:
+    """Ranks that hold the same part of a parameter which the axes `cut` cut."""
+    names = process.mesh.mesh_dim_names or ()
+    found: dict[tuple[int, ...], list[int]] = {}
+    ranks = process.mesh.mesh
+    for place in torch.cartesian_prod(*(torch.arange(size) for size in ranks.shape)).view(
+        -1, ranks.dim()
+    ):
+        at = tuple(place.tolist())
+        key = tuple(at[dim] for dim, name in enumerate(names) if name in cut)
+        found.setdefault(key, []).append(int(ranks[at]))
+    return [tuple(sorted(group)) for group in found.values()]
