@@ -10,6 +10,7 @@ Legend: S tokens of a row, N targets of a row.
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -17,6 +18,8 @@ import numpy as np
 
 from phalanx.data.samples import Samples
 from phalanx.errors import JobError
+
+_MANY = 16_384
 
 
 @dataclass(frozen=True)
@@ -101,14 +104,12 @@ class SampleStream:
             raise JobError("data/empty", "samples", 0, "there is no sample to train on")
         self.samples, self.seed = samples, seed
         self._lengths, self._counted = samples.lengths, samples.counted_lengths()
-        self._orders: dict[int, np.ndarray] = {}
+        self._epochs: dict[int, _Epoch] = {}
 
     def index(self, counter: int) -> int:
         """The sample that a global counter names."""
         epoch, at = divmod(counter, len(self.samples))
-        if epoch not in self._orders:
-            self._orders = {epoch: _epoch_order(self.samples.keys, self.seed, epoch)}
-        return int(self._orders[epoch][at])
+        return int(self._epoch(epoch).order[at])
 
     def length(self, counter: int) -> int:
         """Tokens of a sample."""
@@ -118,11 +119,64 @@ class SampleStream:
         """Targets of a sample."""
         return int(self._counted[self.index(counter)])
 
+    def indices(self, counters: range) -> np.ndarray:
+        """The samples that these consecutive counters name."""
+        parts, start, size = [], counters.start, len(self.samples)
+        while start < counters.stop:
+            epoch, at = divmod(start, size)
+            end = min(size, at + counters.stop - start)
+            parts.append(self._epoch(epoch).order[at:end])
+            start += end - at
+        return np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)
+
+    def lengths(self, counters: range) -> np.ndarray:
+        """Tokens of these samples."""
+        return self._lengths[self.indices(counters)]
+
+    def counted(self, counters: range) -> np.ndarray:
+        """Targets of these samples."""
+        return self._counted[self.indices(counters)]
+
+    def step_end(self, start: int, num_tokens: int) -> int:
+        """Counter behind the most samples from `start` on that hold no more tokens.
+
+        At least one sample, however long it is.
+        """
+        counter, room, size = start, num_tokens, len(self.samples)
+        while True:
+            epoch, at = divmod(counter, size)
+            ends = self._epoch(epoch).ends
+            before = int(ends[at - 1]) if at else 0
+            last = int(np.searchsorted(ends, before + room, side="right"))
+            counter, room = counter - at + last, room - (int(ends[-1]) - before)
+            if last < size or room <= 0:
+                return max(counter, start + 1)
+
+    def _epoch(self, epoch: int) -> _Epoch:
+        if epoch not in self._epochs:
+            order = _epoch_order(self.samples.keys, self.seed, epoch)
+            kept = {epoch - 1: self._epochs.pop(epoch - 1, None)}  # a step may lie across the edge
+            self._epochs = {at: found for at, found in kept.items() if found is not None}
+            self._epochs[epoch] = _Epoch(order, np.cumsum(self._lengths[order], dtype=np.int64))
+        return self._epochs[epoch]
+
+
+@dataclass(frozen=True)
+class _Epoch:
+    """The samples of an epoch in its order, and the tokens up to the end of each."""
+
+    order: np.ndarray
+    ends: np.ndarray
+
 
 def _epoch_order(keys: np.ndarray, seed: int, epoch: int) -> np.ndarray:
     salt = _mixed(np.uint64(seed) ^ _mixed(np.uint64(epoch)))
     mixed = _mixed(keys ^ salt)
-    return np.lexsort((np.arange(len(keys)), mixed))
+    order = np.argsort(mixed)
+    ordered = mixed[order]
+    if (ordered[1:] == ordered[:-1]).any():  # parts of one row: they stay in their order
+        order = np.argsort(mixed, kind="stable")  # slower
+    return order
 
 
 def _mixed(value: np.ndarray | np.uint64) -> np.ndarray:
@@ -136,14 +190,27 @@ def _mixed(value: np.ndarray | np.uint64) -> np.ndarray:
 
 def step_samples(stream: SampleStream, start: int, global_batch_tokens: int) -> range:
     """Counters of the step that begins at `start`: as many as fit, at least one."""
-    counter, total = start, 0
-    while True:
-        total += stream.length(counter)
-        if total > global_batch_tokens and counter > start:
-            return range(start, counter)
-        counter += 1
-        if total >= global_batch_tokens:
-            return range(start, counter)
+    return range(start, stream.step_end(start, global_batch_tokens))
+
+
+def num_steps(stream: SampleStream, epochs: float, global_batch_tokens: int) -> int:
+    """Steps that see every sample `epochs` times; the last may begin the epoch after it.
+
+    Args:
+        epochs: passes over the samples; a fraction counts samples, rounded up.
+        global_batch_tokens: tokens of a step, as `step_batch` takes them.
+
+    Raises:
+        JobError: `job/bad-value` for epochs that are not above 0.
+    """
+    if not 0.0 < epochs < math.inf:
+        raise JobError("job/bad-value", "train.epochs", epochs, "must be above 0")
+    num_samples = math.ceil(epochs * len(stream.samples) - 1e-9)
+    steps = counter = 0
+    while counter < num_samples:
+        counter = stream.step_end(counter, global_batch_tokens)
+        steps += 1
+    return steps
 
 
 def step_batch(
@@ -169,8 +236,7 @@ def step_batch(
         JobError: `job/bad-value` for a sample longer than a row.
     """
     counters = step_samples(stream, start, global_batch_tokens)
-    lengths = [stream.length(counter) for counter in counters]
-    counted = [stream.num_counted(counter) for counter in counters]
+    lengths, counted = stream.lengths(counters).tolist(), stream.counted(counters).tolist()
     work = [n + counted_weight * c for n, c in zip(lengths, counted)]
     rows = deal(lengths, work, row_tokens=row_tokens, num_ranks=num_ranks)
     before = np.concatenate([[0], np.cumsum(lengths)])
@@ -194,7 +260,7 @@ def whole_pass(
     row_multiple: int = 1,
 ) -> StepBatch:
     """The first `num_samples` samples as one step: an evaluation pass."""
-    total = sum(stream.length(counter) for counter in range(num_samples))
+    total = int(stream.lengths(range(num_samples)).sum())
     return step_batch(
         stream,
         0,
@@ -224,22 +290,33 @@ def deal(
     if longest > row_tokens:
         rule = f"a document has {longest} tokens and rows are never longer than this"
         raise JobError("job/bad-value", "row_tokens", row_tokens, rule, legal=[longest])
-    rows_per_rank = -(-sum(lengths) // (row_tokens * num_ranks))
+    per_rank = row_tokens * num_ranks
+    rows_per_rank = -(-sum(lengths) // per_rank)
     while True:
-        for weights in (work, lengths):
-            rows = _dealt(lengths, weights, row_tokens, rows_per_rank * num_ranks)
-            if rows is not None:
-                return _rows_by_work(rows, work, num_ranks)
-        rows_per_rank += 1
+        num_rows = rows_per_rank * num_ranks
+        # of very many documents the work evens out by itself
+        rows = _dealt_by_work(lengths, work, row_tokens, num_rows) if len(work) <= _MANY else None
+        if rows is None:
+            rows, left_out = _dealt_by_tokens(lengths, row_tokens, num_rows)
+            rows_per_rank += max(1, left_out // per_rank) if left_out else 0
+        else:
+            left_out = 0
+        if not left_out:
+            return _rows_by_work(rows, work, num_ranks)
 
 
-def _dealt(
+def _heaviest_first(work: Sequence[float]) -> list[int]:
+    return np.argsort(-np.asarray(work), kind="stable").tolist()
+
+
+def _dealt_by_work(
     lengths: Sequence[int], work: Sequence[float], row_tokens: int, num_rows: int
 ) -> list[list[int]] | None:
+    """Rows of nearly equal work; None when some document finds no room."""
     rows: list[list[int]] = [[] for _ in range(num_rows)]
     room = [row_tokens] * num_rows
     lightest = [(0.0, row) for row in range(num_rows)]
-    for index in sorted(range(len(lengths)), key=lambda at: (-work[at], at)):
+    for index in _heaviest_first(work):
         passed = []
         while lightest and room[lightest[0][1]] < lengths[index]:
             passed.append(heapq.heappop(lightest))
@@ -251,6 +328,25 @@ def _dealt(
         for entry in (*passed, (weight + work[index], row)):
             heapq.heappush(lightest, entry)
     return rows
+
+
+def _dealt_by_tokens(
+    lengths: Sequence[int], row_tokens: int, num_rows: int
+) -> tuple[list[list[int]], int]:
+    """Rows of nearly equal tokens, and the tokens of documents that found no room.
+
+    The shortest row has the most room, so no other is looked at.
+    """
+    rows: list[list[int]] = [[] for _ in range(num_rows)]
+    shortest, left_out = [(0, row) for row in range(num_rows)], 0
+    for index in _heaviest_first(lengths):
+        num_tokens, row = shortest[0]
+        if num_tokens + lengths[index] > row_tokens:
+            left_out += lengths[index]
+            continue
+        rows[row].append(index)
+        heapq.heapreplace(shortest, (num_tokens + lengths[index], row))
+    return rows, left_out
 
 
 def _rows_by_work(rows: list[list[int]], work: Sequence[float], num_ranks: int) -> list[list[int]]:

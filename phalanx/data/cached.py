@@ -1,16 +1,20 @@
 """Results that may be computed again: written once under a hash of all that decides them.
 
 A cache never changes a result. It lives under `~/.cache/phalanx/<kind>`; it may be deleted at any
-time.
+time. Many processes may ask for the same result at once: one writes it, the others wait at a file
+lock, which the system takes back from a writer that dies.
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
+import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,23 +35,79 @@ def content_key(*parts: Any) -> str:
 
 
 def cached_file(path: Path, write: Callable[[Path], None]) -> Path:
-    """`path`, written first if it is not there; others see all of it or nothing."""
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=path.parent, prefix=".new-") as folder:
-            new = Path(folder) / path.name
-            write(new)
-            os.replace(new, path)
+    """`path`, written first if it is not there; others see all of it or nothing.
+
+    Raises:
+        JobError: `data/cache` when it cannot be written, and whatever `write` raises.
+    """
+    with _alone(path) as is_missing:
+        if is_missing:
+            with tempfile.TemporaryDirectory(dir=path.parent, prefix=_scratch(path)) as folder:
+                new = Path(folder) / path.name
+                write(new)
+                os.replace(new, path)
     return path
 
 
 def cached_folder(path: Path, fill: Callable[[Path], None]) -> Path:
-    """`path`, filled first if it is not there; of several processes one wins."""
-    if not path.exists():
-        try:
+    """`path`, filled first if it is not there; others see all of it or nothing.
+
+    Raises:
+        JobError: `data/cache` when it cannot be written, and whatever `fill` raises.
+    """
+    with _alone(path) as is_missing:
+        if is_missing:
             with atomic_folder(path) as new:
                 fill(new)
-        except JobError:
-            if not path.exists():
-                raise
     return path
+
+
+def _scratch(path: Path) -> str:
+    return f".{path.name}."  # as `atomic_folder` calls its own
+
+
+@contextmanager
+def _alone(path: Path) -> Iterator[bool]:
+    """Whether `path` is missing, and if so with nobody else writing it.
+
+    What a writer that died left behind is removed.
+    """
+    if path.exists():
+        yield False
+        return
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(path.parent / f"{_scratch(path)}lock"):
+            if path.exists():
+                yield False
+                return
+            for left in path.parent.glob(f"{_scratch(path)}*"):
+                if left.is_dir():
+                    shutil.rmtree(left, ignore_errors=True)
+            yield True
+    except OSError as error:
+        rule = f"cannot be written: {(error.strerror or str(error)).lower()}"
+        hint = "XDG_CACHE_HOME names another place"
+        raise JobError("data/cache", "cache", path, f"{rule}; {hint}") from error
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold a lock that ends with this process, and leave no lock file behind."""
+    while True:
+        with path.open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not _is_same(lock.fileno(), path):
+                continue  # whoever held it before removed the file
+            try:
+                yield
+            finally:
+                path.unlink(missing_ok=True)
+            return
+
+
+def _is_same(descriptor: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False

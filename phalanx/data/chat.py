@@ -1,7 +1,7 @@
-"""Chat templates: a conversation into text, and where in that text its assistant turns lie.
+"""Chat templates: a conversation into text, by the model's own jinja2 template, in a sandbox.
 
-The model's own template (jinja2, as `tokenizer_config.json` or `chat_template.jinja` holds it) is
-run in a sandbox. A tokenizer without one gets `PLAIN_TEMPLATE`.
+The template is `chat_template.jinja` of a model folder or the entry of its `tokenizer_config.json`;
+a tokenizer without one gets `PLAIN_TEMPLATE`. `data.marks` says which part of the text is learnt.
 """
 
 from __future__ import annotations
@@ -9,13 +9,15 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from datetime import date
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError
+from jinja2 import TemplateError, nodes
+from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from phalanx.data.sources import Message
+from phalanx.data.rows import Message
 from phalanx.errors import JobError
 
 # "User:", a line with the turn, the end token; the same for "Assistant:" and "System:".
@@ -26,23 +28,22 @@ PLAIN_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}Assistant:\n{% endif %}"
 )
+# What `{% generation %}` blocks put around their text; private characters that no row may hold.
+OPENING, CLOSING = "\U000f1a01", "\U000f1a02"
 _TOKEN_KEYS = ("bos_token", "eos_token", "pad_token", "unk_token")
-
-
-@dataclass(frozen=True)
-class Rendered:
-    """A conversation as text.
-
-    Attributes:
-        text: the whole.
-        learnt: (start, end) in characters of each assistant turn: what the model has to say, the
-            token that ends the turn included, white space after it excluded.
-        turn_starts: where each turn that is not an assistant's begins, in characters.
-    """
-
-    text: str
-    learnt: tuple[tuple[int, int], ...]
-    turn_starts: tuple[int, ...]
+# Templates that write the day get this one (Llama 3's own where it knows none): what a job trains
+# on must not depend on the day on which its rows were prepared.
+_DAY = date(2024, 7, 26)
+# What a template's own code may raise, be it called with a row that it did not expect.
+_FAILURES = (
+    TemplateError,
+    TypeError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+)
 
 
 @dataclass(frozen=True)
@@ -58,71 +59,96 @@ class ChatTemplate:
     tokens: dict[str, str] = field(default_factory=dict)
 
     @staticmethod
-    def from_folder(folder: str | Path) -> ChatTemplate:
+    def from_folder(folder: str | Path, template_file: str | Path = "") -> ChatTemplate:
         """The template of a model folder; `PLAIN_TEMPLATE` with its tokens when it names none.
 
+        Args:
+            folder: with `tokenizer_config.json`.
+            template_file: a template to use instead ("": none).
+
         Raises:
-            JobError: `job/syntax` for an unreadable tokenizer_config.json; `job/missing` when
-                neither a template nor an end token is known.
+            JobError: `job/syntax` for an unreadable tokenizer_config.json or a template that is no
+                jinja2; `job/missing` when neither a template nor an end token is known.
         """
         folder = Path(folder)
         config = _read_json(folder / "tokenizer_config.json")
         tokens = {key: _token_text(config.get(key)) for key in _TOKEN_KEYS}
-        file = folder / "chat_template.jinja"
-        source = file.read_text() if file.is_file() else _template_of(config)
+        where, source = _find_source(folder, config, template_file)
         if source is None:
             if not tokens["eos_token"]:
                 where, rule = f"{folder}/tokenizer_config.json: eos_token", "ends a turn: needed"
                 raise JobError("job/missing", where, None, rule)
             source = PLAIN_TEMPLATE
+        try:
+            _compile(source)
+        except TemplateError as error:
+            line = getattr(error, "lineno", None)
+            at = f"{where}:{line}" if line else where
+            rule = f"is no jinja2 template: {error}"
+            raise JobError("job/syntax", at, None, rule) from error
         return ChatTemplate(source, tokens)
 
+    @property
+    def has_generation_blocks(self) -> bool:
+        """Whether it marks itself what an assistant says."""
+        return bool(_compile(self.source).has_generation_blocks)
+
     def render(
-        self, messages: Sequence[Message], *, add_generation_prompt: bool = False, where: str = ""
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = False,
+        where: str = "",
+        tools: str = "",
+        keep_marks: bool = False,
     ) -> str:
         """The text of these turns; with the opening of an assistant turn if asked.
+
+        Args:
+            where: file and line, for errors.
+            tools: definitions of functions, as JSON.
+            keep_marks: leave `OPENING` and `CLOSING` around generation blocks.
 
         Raises:
             JobError: `data/row` with the template's own complaint.
         """
-        turns = [{"role": each.role, "content": each.content} for each in messages]
+        compiled = _compile(self.source)
         try:
-            return _compile(self.source).render(
-                messages=turns, add_generation_prompt=add_generation_prompt, **self.tokens
+            text = compiled.template.render(
+                messages=[each.to_dict() for each in messages],
+                add_generation_prompt=add_generation_prompt,
+                tools=json.loads(tools) if tools else None,
+                **self.tokens,
             )
-        except TemplateError as error:
+        except _FAILURES as error:
             roles = [each.role for each in messages]
-            rule = f"the chat template refuses this conversation: {error}"
+            told = str(error) or type(error).__name__
+            rule = f"the chat template refuses this conversation: {told}"
             raise JobError("data/row", where or "messages", roles, rule) from error
+        if keep_marks or not compiled.has_generation_blocks:
+            return text
+        return text.replace(OPENING, "").replace(CLOSING, "")
 
-    def render_marked(self, messages: Sequence[Message], where: str = "") -> Rendered:
-        """The text with its assistant turns marked, by rendering every prefix.
 
-        Raises:
-            JobError: `data/row` when a prefix of the conversation does not render to a prefix of
-                the text: then no part of it can be attributed to a turn.
-        """
-        text = self.render(messages, where=where)
-        learnt, turn_starts, done = [], [], 0
-        for index, message in enumerate(messages):
-            upto = messages[: index + 1]
-            if message.role == "assistant":
-                start = self._prefix(text, messages[:index], where, add_generation_prompt=True)
-                end = self._prefix(text, upto, where)
-                learnt.append((start, start + len(text[start:end].rstrip())))
-                done = end
-            else:
-                turn_starts.append(done)
-                if message.role == "user":  # templates may fold the system turn into the user's
-                    done = self._prefix(text, upto, where)
-        return Rendered(text, tuple(learnt), tuple(turn_starts))
+def _find_source(
+    folder: Path, config: dict[str, Any], template_file: str | Path
+) -> tuple[str, str | None]:
+    if template_file:
+        return str(template_file), _read_template(Path(template_file))
+    own = folder / "chat_template.jinja"
+    if own.is_file():
+        return str(own), _read_template(own)
+    return f"{folder}/tokenizer_config.json: chat_template", _template_of(config)
 
-    def _prefix(self, text: str, messages: Sequence[Message], where: str, **options: Any) -> int:
-        part = self.render(messages, where=where, **options)
-        if not text.startswith(part):
-            rule = "the chat template renders the beginning of this conversation differently alone"
-            raise JobError("data/row", where or "messages", f"{len(messages)} turns", rule)
-        return len(part)
+
+def _read_template(path: Path) -> str:
+    try:
+        return path.read_bytes().decode()
+    except UnicodeDecodeError as error:
+        raise JobError("job/syntax", str(path), None, f"is not UTF-8: {error.reason}") from None
+    except (OSError, ValueError) as error:  # ValueError: a path with a NUL
+        rule = f"cannot be read: {getattr(error, 'strerror', None) or error}"
+        raise JobError("job/not-found", "data.chat_template", path, rule) from None
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -130,7 +156,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         return {}
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
         rule = f"is not valid JSON: {error}"
         raise JobError("job/syntax", str(path), None, rule) from error
 
@@ -147,18 +173,50 @@ def _template_of(config: dict[str, Any]) -> str | None:
     return named
 
 
-_compiled: dict[str, Any] = {}
+class _Generation(Extension):
+    """`{% generation %} ... {% endgeneration %}`: what an assistant says, marked as such."""
+
+    tags = {"generation"}  # noqa: RUF012 (jinja2 declares it so)
+
+    def parse(self, parser: Any) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        self.environment.generation_blocks += 1  # type: ignore[attr-defined]
+        return nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
+
+    def _mark(self, caller: Any) -> str:
+        return f"{OPENING}{caller()}{CLOSING}"
 
 
-def _compile(source: str) -> Any:
+@dataclass(frozen=True)
+class _Compiled:
+    template: Any
+    has_generation_blocks: bool
+
+
+_compiled: dict[str, _Compiled] = {}
+
+
+def _compile(source: str) -> _Compiled:
     if source not in _compiled:
         environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=["jinja2.ext.loopcontrols", _Generation],
         )
+        environment.generation_blocks = 0  # type: ignore[attr-defined]
         environment.globals["raise_exception"] = _refuse
-        environment.filters["tojson"] = lambda value: json.dumps(value, ensure_ascii=False)
-        _compiled[source] = environment.from_string(source)
+        environment.globals["strftime_now"] = _DAY.strftime
+        environment.filters["tojson"] = _to_json
+        template = environment.from_string(source)
+        blocks = environment.generation_blocks  # type: ignore[attr-defined]
+        _compiled[source] = _Compiled(template, blocks > 0)
     return _compiled[source]
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+    """As templates expect it: plain text, nothing escaped for HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
 
 def _refuse(message: str) -> None:

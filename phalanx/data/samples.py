@@ -71,8 +71,9 @@ class Samples:
 
     def counted_lengths(self) -> np.ndarray:
         """Targets in each sample."""
-        before = np.concatenate([[0], np.cumsum(self.counted_T, dtype=np.int64)])
-        return before[self.bounds[1:]] - before[self.bounds[:-1]]
+        if not len(self):
+            return np.zeros(0, dtype=np.int64)
+        return np.add.reduceat(self.counted_T, self.bounds[:-1], dtype=np.int64)
 
     def take(self, indices: Iterable[int]) -> Samples:
         """These samples, in this order."""
@@ -87,11 +88,19 @@ def _joined(parts: Sequence[np.ndarray], dtype: type) -> np.ndarray:
 class Audit:
     """What became of the rows and of every token: tokens_in = trained + masked + dropped.
 
+    Held-out rows are kept apart; all other figures but `rows_beyond_max` are of the training rows.
+
     Attributes:
         rows_in, rows_dropped: rows of the source; those of which nothing was kept.
         rows_cut: rows that were split or truncated.
-        samples: documents kept (a split row makes several).
+        rows_duplicate: dropped because the same content came before.
+        rows_beyond_max: distinct rows that data.max_rows left unread.
+        samples: documents kept (a split row makes several); longest_sample: in tokens.
+        tokens_in: of all training rows, duplicates too, and of what `tokens_repeated` counts: the
+            token that begins a document, put before the later parts of split rows.
         tokens_trained: targets of the loss; tokens_masked: context only.
+        rows_held_out, samples_held_out: of the other part, as are tokens_held_out (kept) and
+            tokens_held_out_dropped.
     """
 
     rows_in: int
@@ -102,6 +111,14 @@ class Audit:
     tokens_trained: int
     tokens_masked: int
     tokens_dropped: int
+    rows_duplicate: int = 0
+    rows_beyond_max: int = 0
+    longest_sample: int = 0
+    tokens_repeated: int = 0
+    rows_held_out: int = 0
+    samples_held_out: int = 0
+    tokens_held_out: int = 0
+    tokens_held_out_dropped: int = 0
 
     def __post_init__(self) -> None:
         accounted = self.tokens_trained + self.tokens_masked + self.tokens_dropped

@@ -1,133 +1,117 @@
-"""Where rows come from: built-in `python-docs`, or a JSON-lines file of conversations or text."""
+"""Where rows come from: built-in `python-docs`, a file, a folder of files, or the Hub."""
 
 from __future__ import annotations
 
 import hashlib
-import json
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+import re
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
+from phalanx.data.readers import READERS, read_rows
+from phalanx.data.rows import Example, Message, examples_of
 from phalanx.errors import JobError, nearest_names
 
-ROLES = ("system", "user", "assistant")
 BUILT_IN = ("python-docs",)
-_FORMS = ('{"messages": [...]}', '{"prompt": ..., "completion": ...}', '{"text": ...}')
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(/.*)?")
 
 
-@dataclass(frozen=True, slots=True)
-class Message:
-    """One turn of a conversation; `role` is one of `ROLES`."""
-
-    role: str
-    content: str
-
-
-@dataclass(frozen=True, slots=True)
-class Example:
-    """One row of a source.
-
-    Attributes:
-        messages: a conversation; only assistant turns are learnt.
-        text: plain text instead (every token is learnt).
-        where: file and line, or qualified name, for errors.
-    """
-
-    messages: tuple[Message, ...] = ()
-    text: str = ""
-    where: str = ""
-
-    @property
-    def key(self) -> int:
-        """64 bits of the content's hash: the identity of a row, wherever it stands."""
-        turns = [self.text, *(part for m in self.messages for part in (m.role, m.content))]
-        digest = hashlib.blake2b("\x00".join(turns).encode(), digest_size=8)
-        return int.from_bytes(digest.digest(), "little")
-
-
-def read_examples(source: str) -> list[Example]:
-    """All rows of a source, each content once, in the source's order.
+def read_examples(source: str) -> Iterator[Example]:
+    """All rows of a source in its order, one at a time.
 
     Args:
-        source: "python-docs", or the path of a .jsonl file.
+        source: "python-docs"; a .jsonl, .json, .parquet or .txt file; a folder of them, read in the
+            order of their names; or a data set of the Hub (`data.hub`).
 
     Raises:
-        JobError: `job/not-found`, or `data/row` naming the line that cannot be used.
+        JobError: `job/not-found`, `data/empty`, or `data/row` naming the line that cannot be used.
     """
-    examples = _built_in() if source == "python-docs" else list(_read_jsonl(Path(source)))
-    first_by_key: dict[int, Example] = {}
+    if source in BUILT_IN:
+        yield from _built_in()
+        return
+    for path in files_of(source):
+        yield from examples_of(read_rows(path))
+
+
+def distinct(examples: Iterable[Example]) -> Iterator[Example]:
+    """The first of every content."""
+    seen: set[int] = set()
     for example in examples:
-        first_by_key.setdefault(example.key, example)
-    return list(first_by_key.values())
+        key = example.key
+        if key not in seen:
+            seen.add(key)
+            yield example
 
 
 def content_hash(source: str) -> str:
-    """Hash of what `read_examples` would read, cheap enough to be asked at every start."""
-    if source == "python-docs":
+    """Hash of all that `read_examples` would read."""
+    if source in BUILT_IN:
         from phalanx.data.python_docs import fingerprint
 
         return fingerprint()
-    return hashlib.sha256(_require_file(Path(source)).read_bytes()).hexdigest()
+    digest = hashlib.sha256()
+    for path in files_of(source):
+        digest.update(f"{path.name}\0".encode())
+        try:
+            with path.open("rb") as file:
+                digest.update(hashlib.file_digest(file, "sha256").digest())
+        except OSError as error:
+            rule = f"cannot be read: {(error.strerror or str(error)).lower()}"
+            raise JobError("job/not-found", "data.source", path, rule) from error
+    return digest.hexdigest()
 
 
-def _built_in() -> list[Example]:
+def files_of(source: str) -> list[Path]:
+    """The files of a source, in the order in which they are read.
+
+    Raises:
+        JobError: `job/not-found`; `data/empty` for a folder without data; `job/bad-value` for a
+            file with another ending.
+    """
+    path = Path(source)
+    try:
+        is_folder, is_file = path.is_dir(), path.is_file()
+    except (OSError, ValueError) as error:  # longer than a path may be, or with a NUL
+        raise JobError("job/not-found", "data.source", source, str(error)) from None
+    if is_folder and source:
+        return _files_in(path)
+    if is_file:
+        if path.suffix not in READERS:
+            rule = f"is a file of no known kind ({path.suffix or 'without an ending'})"
+            raise JobError("job/bad-value", "data.source", source, rule, legal=READERS)
+        return [path]
+    if _HUB_NAME.fullmatch(source) and not path.parent.is_dir():
+        from phalanx.data.hub import hub_files
+
+        return hub_files(source)
+    near = nearest_names(path.name, _known_names(path.parent))
+    rule = f"is no file, folder, Hub name (owner/name) or built-in data ({', '.join(BUILT_IN)})"
+    raise JobError("job/not-found", "data.source", source, rule, legal=near or BUILT_IN)
+
+
+def _known_names(folder: Path) -> list[str]:
+    if not folder.is_dir():
+        return []
+    return [each.name for each in folder.iterdir() if each.suffix in READERS or each.is_dir()]
+
+
+def _files_in(folder: Path) -> list[Path]:
+    found = []
+    for path in sorted(folder.rglob("*")):
+        hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
+        if hidden or path.suffix not in READERS or path.is_dir():
+            continue
+        if not path.is_file():
+            raise JobError("job/not-found", "data.source", path, "is a link to nothing")
+        found.append(path)
+    if not found:
+        rule = f"is a folder without data ({', '.join(READERS)})"
+        raise JobError("data/empty", "data.source", folder, rule)
+    return found
+
+
+def _built_in() -> Iterator[Example]:
     from phalanx.data.python_docs import question_answer_pairs
 
-    return [
-        Example((Message("user", pair.question), Message("assistant", pair.answer)), "", pair.name)
-        for pair in question_answer_pairs()
-    ]
-
-
-def _require_file(path: Path) -> Path:
-    if not path.is_file():
-        folder = path.parent if path.parent.is_dir() else Path(".")
-        near = nearest_names(path.name, [each.name for each in folder.glob("*.jsonl")])
-        rule = f"is neither a file nor built-in data ({', '.join(BUILT_IN)})"
-        raise JobError("job/not-found", "data.source", path, rule, legal=near or BUILT_IN)
-    return path
-
-
-def _read_jsonl(path: Path) -> Iterator[Example]:
-    with _require_file(path).open(encoding="utf-8") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            where = f"{path}:{number}"
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
-                rule = f"is not valid JSON: {error}"
-                raise JobError("data/row", where, line.strip()[:60], rule) from error
-            yield _example(row, where)
-
-
-def _example(row: Any, where: str) -> Example:
-    if isinstance(row, Mapping):
-        if "messages" in row:
-            return Example(_messages(row["messages"], where), "", where)
-        if isinstance(row.get("prompt"), str) and isinstance(row.get("completion"), str):
-            turns = (Message("user", row["prompt"]), Message("assistant", row["completion"]))
-            return Example(turns, "", where)
-        if isinstance(row.get("text"), str) and row["text"]:
-            return Example((), row["text"], where)
-    keys = sorted(row) if isinstance(row, Mapping) else type(row).__name__
-    raise JobError("data/row", where, keys, "is a row of no known form", legal=_FORMS)
-
-
-def _messages(turns: Any, where: str) -> tuple[Message, ...]:
-    if not isinstance(turns, list) or not turns:
-        raise JobError(
-            "data/row", f"{where}: messages", turns, "must be a list with a turn or more"
-        )
-    found = []
-    for index, turn in enumerate(turns):
-        at = f"{where}: messages[{index}]"
-        role = turn.get("role") if isinstance(turn, Mapping) else None
-        if role not in ROLES:
-            raise JobError("data/row", f"{at}.role", repr(role), "is no role", legal=ROLES)
-        if not isinstance(turn.get("content"), str):
-            raise JobError("data/row", f"{at}.content", turn.get("content"), "must be text")
-        found.append(Message(role, turn["content"]))
-    return tuple(found)
+    for pair in question_answer_pairs():
+        turns = (Message("user", pair.question), Message("assistant", pair.answer))
+        yield Example(turns, "", pair.name)

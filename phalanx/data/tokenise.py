@@ -9,13 +9,23 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from tokenizers import Encoding, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import (
+    Encoding,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 
-from phalanx.data.chat import PLAIN_TEMPLATE, ChatTemplate, Rendered
-from phalanx.data.sources import Example
-from phalanx.errors import JobError
+from phalanx.data.chat import PLAIN_TEMPLATE, ChatTemplate
+from phalanx.data.marks import Rendered, mark_turns
+from phalanx.data.rows import Example
+from phalanx.errors import JobError, shown
 
-_BATCH_ROWS = 1024
+_BATCH_ROWS, _BATCH_CHARS = 1024, 1 << 22
 
 
 @dataclass(frozen=True)
@@ -24,20 +34,23 @@ class Encoded:
 
     Attributes:
         tokens, counted: int32 ids; targets of the loss (never the first token).
-        cuts: tokens at which a conversation may be split: 0 and where other turns than the
-            assistant's begin; () for plain text, which may be cut anywhere.
-        ends: one past the last token of each learnt turn.
+        cuts: tokens at which a conversation may be split: where a user's turn begins behind an
+            assistant's.
+        ends: one past the last token of each learnt turn; () for plain text, which may be cut
+            anywhere.
+        begin: the token that begins every document, if the row begins with it.
     """
 
     tokens: np.ndarray
     counted: np.ndarray
     cuts: tuple[int, ...]
     ends: tuple[int, ...]
+    begin: int | None
 
 
-def tokenizer_hash(folder: str | Path) -> str:
+def tokenizer_hash(folder: str | Path, template_file: str = "") -> str:
     """Hash of everything that decides how text becomes tokens, without building the tokenizer."""
-    template = ChatTemplate.from_folder(folder)
+    template = ChatTemplate.from_folder(folder, template_file)
     digest = hashlib.sha256(_require_tokenizer(folder).read_bytes())
     digest.update(json.dumps([template.source, template.tokens]).encode())
     return digest.hexdigest()
@@ -55,16 +68,29 @@ class TextTokenizer:
 
     Args:
         folder: model folder with tokenizer.json and tokenizer_config.json.
+        template_file: a chat template to use instead of the folder's ("": none).
 
     Raises:
-        JobError: `job/not-found` without tokenizer.json.
+        JobError: `job/not-found` without tokenizer.json, `job/syntax` for one that cannot be read.
     """
 
-    def __init__(self, folder: str | Path) -> None:
-        self._tokenizer = Tokenizer.from_file(str(_require_tokenizer(folder)))
-        self.template = ChatTemplate.from_folder(folder)
+    def __init__(self, folder: str | Path, template_file: str = "") -> None:
+        path = _require_tokenizer(folder)
+        try:
+            self._tokenizer = Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises nothing narrower
+            rule = f"is no tokenizer: {str(error).splitlines()[0]}"
+            raise JobError("job/syntax", str(path), None, rule) from error
+        # Nothing is added to a text here. What this leaves out as well: some tokenizers shorten the
+        # offsets of tokens by the white space in them, and with that the loss would miss it.
+        self._tokenizer.post_processor = processors.TemplateProcessing(single="$A", pair="$A $B")
+        self.template = ChatTemplate.from_folder(folder, template_file)
         added = self._tokenizer.get_added_tokens_decoder()
-        self._special = frozenset(index for index, token in added.items() if token.special)
+        special = {index: token.content for index, token in added.items() if token.special}
+        if (end := self.token_id("eos_token")) is not None:
+            special[end] = self.template.tokens["eos_token"]
+        self._special = frozenset(special)
+        self._special_texts = tuple(text for text in special.values() if text)
 
     @property
     def vocab_size(self) -> int:
@@ -88,10 +114,10 @@ class TextTokenizer:
         """Every row as tokens, in order.
 
         Raises:
-            JobError: `data/row` for a conversation that the template refuses, one without an
-                assistant turn, or a turn that does not end in a special token.
+            JobError: `data/row` for a conversation that the template refuses or whose turns cannot
+                be told apart, or a turn that does not end in a special token.
         """
-        for batch in _batches_of(examples, _BATCH_ROWS):
+        for batch in _batches_of(examples):
             rendered = [self._rendered(example) for example in batch]
             encodings = self._tokenizer.encode_batch(
                 [each.text for each in rendered], add_special_tokens=False
@@ -103,21 +129,16 @@ class TextTokenizer:
     def _rendered(self, example: Example) -> Rendered:
         if not example.messages:
             return Rendered(example.text, (), ())
-        rendered = self.template.render_marked(example.messages, example.where)
-        if not rendered.learnt:
-            roles = [each.role for each in example.messages]
-            rule = "has no assistant turn, so nothing to learn"
-            raise JobError("data/row", example.where, roles, rule)
-        return rendered
+        return mark_turns(self.template, example, self._special_texts)
 
     def _plain(self, example: Example, text: Rendered, encoding: Encoding) -> Encoded:
         """[begin] text [end]; everything but the first token counts."""
         begin, end = self.token_id("bos_token"), self.token_id("eos_token")
         ids = [i for i in (begin, *encoding.ids, end) if i is not None]
         tokens = np.asarray(ids, dtype=np.int32)
-        counted = np.ones(len(tokens), dtype=np.bool_)
+        counted = np.full(len(tokens), bool(encoding.ids))
         counted[:1] = False
-        return Encoded(tokens, counted, (), (len(tokens),))
+        return Encoded(tokens, counted, (), (), begin)
 
     def _marked(self, example: Example, text: Rendered, encoding: Encoding) -> Encoded:
         """A token counts when it lies wholly inside an assistant turn."""
@@ -126,26 +147,38 @@ class TextTokenizer:
         counted = np.zeros(len(tokens), dtype=np.bool_)
         ends = []
         for start, end in text.learnt:
+            end = _reach(text.text, end, offsets)
             inside = (offsets[:, 0] >= start) & (offsets[:, 1] <= end)
             inside &= offsets[:, 0] < offsets[:, 1]
             last = int(np.flatnonzero(inside)[-1]) if inside.any() else -1
             if last < 0 or offsets[last, 1] != end or encoding.ids[last] not in self._special:
                 rule = "the chat template does not end an assistant turn in a special token"
-                raise JobError("data/row", example.where, text.text[start:end][-20:], rule)
+                raise JobError("data/row", example.where, shown(text.text[start:end][-20:]), rule)
             counted |= inside
             ends.append(last + 1)
         counted[:1] = False
-        cuts = np.searchsorted(offsets[:, 0], sorted({0, *text.turn_starts}))
-        return Encoded(tokens, counted, tuple(int(cut) for cut in cuts), tuple(ends))
+        cuts = np.searchsorted(offsets[:, 0], text.cuts)
+        begin = self.token_id("bos_token")
+        begin = begin if len(tokens) and tokens[0] == begin else None
+        return Encoded(tokens, counted, tuple(int(cut) for cut in cuts), tuple(ends), begin)
 
 
-def _batches_of(examples: Iterable[Example], size: int) -> Iterator[list[Example]]:
+def _reach(text: str, end: int, offsets: np.ndarray) -> int:
+    """Where the token that ends a turn ends: some take the white space behind them along."""
+    at = int(np.searchsorted(offsets[:, 0], end)) - 1
+    reach = int(offsets[at, 1]) if at >= 0 else end
+    return reach if text[end:reach].isspace() else end
+
+
+def _batches_of(examples: Iterable[Example]) -> Iterator[list[Example]]:
     batch: list[Example] = []
+    num_chars = 0
     for example in examples:
         batch.append(example)
-        if len(batch) == size:
+        num_chars += len(example.text) + sum(len(each.content) for each in example.messages)
+        if len(batch) == _BATCH_ROWS or num_chars > _BATCH_CHARS:
             yield batch
-            batch = []
+            batch, num_chars = [], 0
     if batch:
         yield batch
 

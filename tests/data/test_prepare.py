@@ -3,30 +3,17 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
-from phalanx.data import cached
-from phalanx.data.chat import ChatTemplate
 from phalanx.data.prepare import DataSettings, prepare, small_tokenizer
-from phalanx.data.sources import Message
+from phalanx.data.sources import read_examples
 from phalanx.data.tokenise import TextTokenizer, train_tokenizer
 from phalanx.errors import JobError
-
-# a template in the manner of Gemma: the system turn folded into the user's, turns that alternate
-FOLDING = (
-    "{{ bos_token }}"
-    "{% if messages[0].role == 'system' %}{% set head = messages[0].content + '\n' %}"
-    "{% set turns = messages[1:] %}{% else %}{% set head = '' %}{% set turns = messages %}"
-    "{% endif %}"
-    "{% for m in turns %}"
-    "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
-    "{{ raise_exception('turns must alternate') }}{% endif %}"
-    "<turn>{{ 'model' if m.role == 'assistant' else m.role }}\n"
-    "{{ (head if loop.first else '') + m.content | trim }}<end>\n"
-    "{% endfor %}{% if add_generation_prompt %}<turn>model\n{% endif %}"
-)
 
 
 @pytest.fixture(autouse=True)
@@ -56,44 +43,10 @@ def prepared(tmp_path, folder, rows, **settings):
     return prepare(DataSettings(source=source(tmp_path, *rows), **settings), folder)
 
 
-def test_marks_are_what_the_assistant_says_to_the_end_of_turn():
-    template = ChatTemplate(FOLDING, {"bos_token": "<s>"})
-    turns = [
-        Message("system", "be brief"),
-        Message("user", "one?"),
-        Message("assistant", " yes "),
-        Message("user", "two?"),
-        Message("assistant", "no"),
-    ]
-    text = template.render_marked(turns)
-    assert [text.text[a:b] for a, b in text.learnt] == ["yes<end>", "no<end>"]
-    second_user = text.turn_starts[-1]
-    assert text.text[second_user:].startswith("<turn>user\ntwo?")
-
-
-def test_template_complaint_names_the_row():
-    with pytest.raises(JobError, match="turns must alternate") as caught:
-        ChatTemplate(FOLDING).render([Message("assistant", "x")], where="rows.jsonl:7")
-    assert caught.value.code == "data/row" and "rows.jsonl:7" in str(caught.value)
-
-
-def test_template_that_rewrites_earlier_turns_is_refused():
-    shortened = "{% for m in messages %}{{ m.content if loop.last else '...' }}|{% endfor %}"
-    with pytest.raises(JobError, match="differently alone"):
-        ChatTemplate(shortened).render_marked(
-            [Message("user", "long"), Message("assistant", "a"), Message("user", "b")]
-        )
-
-
-def test_template_cannot_leave_its_sandbox():
-    with pytest.raises(JobError):
-        ChatTemplate("{{ ''.__class__.__mro__[1].__subclasses__() }}").render([])
-
-
 def test_every_sample_learns_something_and_its_last_target_ends_the_turn(tmp_path, folder):
     rows = [
         {"messages": chat("uhello", "ahi there", "uand now?", "athat")},
-        {"prompt": "What does it do?", "completion": "It does this."},
+        {"messages": chat("uWhat does it do?", "aIt does this.")},
         {"messages": chat("sbe brief", "uwhat?", "athis")},
     ]
     found = prepared(tmp_path, folder, rows)
@@ -120,40 +73,203 @@ def test_text_counts_all_but_its_first_token(tmp_path, folder):
 LONG = "and that " * 40
 
 
-@pytest.mark.parametrize(
-    ("too_long", "samples", "dropped", "cut"),
-    [("drop", 1, 2, 0), ("truncate", 3, 0, 2), ("split", 6, 0, 2)],
-)
-def test_every_token_is_accounted_for(tmp_path, folder, too_long, samples, dropped, cut):
-    rows = [
-        {"text": "short"},
-        {"text": "x" * 45},
-        {"messages": chat("uwhat?", "athis", "uand?", "athat", "ulast?", "anone")},
-    ]
-    found = prepared(tmp_path, folder, rows, max_tokens=30, too_long=too_long)
-    audit = found.audit
-    assert (audit.samples, audit.rows_dropped, audit.rows_cut) == (samples, dropped, cut)
+TURNS = chat("uwhat?", "athis", "uand?", "athat", "ulast?", "anone")
+
+
+def balanced(found):
+    """The account of a `Prepared`, after checking it against its samples and its list."""
+    audit, dropped = found.audit, list(found.dropped())
     assert audit.tokens_trained == found.train.num_counted
     assert audit.tokens_trained + audit.tokens_masked == found.train.num_tokens
     assert audit.tokens_in == found.train.num_tokens + audit.tokens_dropped
-    assert found.train.lengths.max() <= 30
+    assert audit.tokens_held_out == found.held_out.num_tokens
+    assert audit.samples == len(found.train) and audit.samples_held_out == len(found.held_out)
+    for part, lost in (
+        ("train", audit.tokens_dropped),
+        ("held_out", audit.tokens_held_out_dropped),
+    ):
+        assert sum(each["dropped_tokens"] for each in dropped if each["part"] == part) == lost
+    in_train = [each for each in dropped if each["part"] == "train"]
+    assert len(in_train) == audit.rows_dropped + audit.rows_cut
+    assert all(each["reason"] and each["where"] for each in dropped)
+    return audit
 
 
-def test_long_rows_are_an_error_unless_said_otherwise(tmp_path, folder):
-    with pytest.raises(JobError, match=r"rows.jsonl:1 = \d+ tokens: has .*max_tokens = 30") as bad:
-        prepared(tmp_path, folder, [{"prompt": "a", "completion": LONG}], max_tokens=30)
+@pytest.mark.parametrize(
+    ("too_long", "rows", "samples", "dropped", "cut"),
+    [
+        ("drop", "text", 1, 1, 0),
+        ("truncate", "text", 2, 0, 1),
+        ("split", "text", 3, 0, 1),
+        ("drop", "chat", 0, 1, 0),
+        ("truncate", "chat", 1, 0, 1),
+        ("split", "chat", 3, 0, 1),
+    ],
+)
+def test_every_token_is_accounted_for(tmp_path, folder, too_long, rows, samples, dropped, cut):
+    given = [{"text": "short"}, {"text": "x" * 45}]
+    if rows == "chat":
+        given, samples = [{"messages": TURNS}, {"messages": TURNS[:2]}], samples + 1
+    found = prepared(tmp_path, folder, given, max_tokens=30, too_long=too_long)
+    audit = balanced(found)
+    assert (audit.samples, audit.rows_dropped, audit.rows_cut) == (samples, dropped, cut)
+    assert found.longest == audit.longest_sample <= 30
+
+
+words = st.text("ab \n", max_size=60)
+exchange = st.tuples(words.filter(str.strip), words.filter(str.strip))
+
+
+@given(
+    texts=st.none() | st.lists(words, min_size=1, max_size=12),
+    chats=st.lists(st.lists(exchange, min_size=1, max_size=5), min_size=1, max_size=6),
+    settings_=st.fixed_dictionaries(
+        {
+            "max_tokens": st.integers(2, 80),
+            "too_long": st.sampled_from(["drop", "split", "truncate"]),
+            "held_out_frac": st.sampled_from([0.0, 0.3]),
+            "max_rows": st.integers(0, 5),
+        }
+    ),
+)
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+def test_any_rows_and_limits_are_accounted_for(tmp_path, folder, texts, chats, settings_):
+    rows = [{"text": each} for each in texts] if texts is not None else [
+        {"messages": chat(*(f"{role}{text}" for pair in each for role, text in zip("ua", pair)))}
+        for each in chats
+    ]  # fmt: skip
+    try:
+        found = prepared(tmp_path, folder, rows, **settings_)
+    except JobError as refusal:
+        assert refusal.code == "data/empty" or "exchange" in str(refusal)
+        return
+    audit = balanced(found)
+    tokenizer = TextTokenizer(folder)
+    whole = [
+        row for _, row in tokenizer.encode_examples(read_examples(str(tmp_path / "rows.jsonl")))
+    ]
+    taken = audit.tokens_in + audit.tokens_held_out + audit.tokens_held_out_dropped
+    if not audit.rows_beyond_max:
+        assert taken == sum(len(row.tokens) for row in whole) + audit.tokens_repeated
+        assert audit.rows_in + audit.rows_held_out == len(rows)
+    end = tokenizer.token_id("eos_token")
+    for part in (found.train, found.held_out):
+        for sample in (part[index] for index in range(len(part))):
+            assert len(sample.tokens) <= settings_["max_tokens"]
+            assert sample.counted.any() and not sample.counted[0]
+            assert sample.tokens[0] == tokenizer.token_id("bos_token")
+            if texts is None:
+                assert sample.tokens[np.flatnonzero(sample.counted)[-1]] == end
+
+
+def test_later_parts_begin_like_documents(tmp_path, folder):
+    found = prepared(tmp_path, folder, [{"messages": TURNS}], max_tokens=30, too_long="split")
+    tokenizer = TextTokenizer(folder)
+    texts = [
+        tokenizer.decode(found.train[at].tokens, skip_special=False)
+        for at in range(len(found.train))
+    ]
+    assert len(texts) == 3 and all(text.startswith("<bos>User:") for text in texts)
+    assert found.audit.tokens_repeated == 2
+    assert [each["reason"] for each in found.dropped()] == ["split into 3"]
+
+
+def test_long_rows_are_an_error_that_counts_them(tmp_path, folder):
+    row = {"prompt": "a", "completion": LONG}
+    longer = {"prompt": "a", "completion": LONG * 2}
+    told = r"rows.jsonl:2 = (\d+) tokens: is longer than data.max_tokens = 30"
+    with pytest.raises(JobError, match=f"{told}; no other row is; set data.too_long") as bad:
+        prepared(tmp_path, folder, [{"prompt": "a", "completion": "b"}, row], max_tokens=30)
     assert bad.value.legal == ("drop", "split", "truncate")
+    more = [{"prompt": "a", "completion": "b"}, row, longer]
+    whole = r", the first of 2 such rows; the longest has \d+ tokens \(.*rows.jsonl:3\)"
+    with pytest.raises(JobError, match=told + whole):
+        prepared(tmp_path, folder, more, max_tokens=30)
+
+
+def test_without_a_maximum_the_models_context_is_the_limit(tmp_path, folder):
+    rows = [{"text": "and " * 40}]
+    assert prepared(tmp_path, folder, rows, max_tokens=0).longest > 30
+    with pytest.raises(JobError, match="the model's context of 30 tokens"):
+        prepared(tmp_path, folder, rows, max_tokens=0, context_tokens=30)
+    own = tmp_path / "model"
+    shutil.copytree(folder, own)
+    (own / "config.json").write_text('{"text_config": {"max_position_embeddings": 31}}')
+    with pytest.raises(JobError, match="the model's context of 31 tokens"):
+        prepared(tmp_path, own, rows, max_tokens=0)
 
 
 def test_split_refuses_an_exchange_that_cannot_be_cut(tmp_path, folder):
     rows = [{"messages": chat("ua", "ab", "ua", f"a{LONG}")}]
-    with pytest.raises(JobError, match="one exchange has"):
+    with pytest.raises(JobError, match="one exchange alone is") as bad:
         prepared(tmp_path, folder, rows, max_tokens=30, too_long="split")
+    assert bad.value.legal == ("drop", "truncate")
+
+
+def test_rows_without_anything_to_learn_are_dropped_and_listed(tmp_path, folder):
+    rows = [{"messages": TURNS}, {"messages": TURNS[:1]}, {"messages": TURNS}]
+    rows.append({"messages": [*TURNS[:1], TURNS[1] | {"weight": 0}]})
+    found = prepared(tmp_path, folder, rows)
+    listed = [(each["where"][-1], each["reason"]) for each in found.dropped()]
+    assert listed == [
+        ("2", "no assistant turn"),
+        ("3", "duplicate"),
+        ("4", "nothing in it is learnt"),
+    ]
+    audit = balanced(found)
+    assert (audit.rows_in, audit.rows_dropped, audit.rows_duplicate) == (4, 3, 1)
+    assert found.where("train", 0).endswith("rows.jsonl:1")
+
+
+def test_one_long_text_has_a_held_out_part(tmp_path, folder):
+    path = tmp_path / "book.txt"
+    path.write_text("\n".join(f"line {number} of a book" for number in range(300)))
+    settings_ = DataSettings(source=str(path), max_tokens=64, too_long="split", held_out_frac=0.2)
+    found = prepare(settings_, folder)
+    assert 0.05 < len(found.held_out) / (len(found.train) + len(found.held_out)) < 0.4
+    balanced(found)
+
+
+def test_held_out_source_is_never_trained_on(tmp_path, folder):
+    (tmp_path / "own.jsonl").write_text('{"text": "held out"}\n{"text": "both"}\n')
+    rows = [{"text": "both"}, {"text": "one"}, {"text": "two"}]
+    own = str(tmp_path / "own.jsonl")
+    found = prepared(tmp_path, folder, rows, held_out_source=own, held_out_frac=0.5)
+    assert (len(found.train), len(found.held_out)) == (2, 2)
+    assert not set(found.train.keys) & set(found.held_out.keys)
+    assert [each["reason"] for each in found.dropped()] == ["also in data.held_out_source"]
+    assert balanced(found).rows_held_out == 2
+    (tmp_path / "own.jsonl").write_text('{"text": "held out"}\n')
+    assert len(prepared(tmp_path, folder, rows, held_out_source=own).train) == 3
+
+
+def test_max_rows_takes_the_same_rows_wherever_they_stand(tmp_path, folder):
+    rows = [{"text": f"row number {index}"} for index in range(40)]
+    one = prepared(tmp_path, folder, rows, max_rows=10)
+    two = prepared(tmp_path, folder, rows[::-1] + rows[:3], max_rows=10)
+    assert sorted(one.train.keys) == sorted(two.train.keys) and len(one.train) == 10
+    assert one.audit.rows_beyond_max == two.audit.rows_beyond_max == 30
+    assert prepared(tmp_path, folder, rows, max_rows=40).audit.rows_beyond_max == 0
+
+
+def test_own_chat_template_decides_the_samples(tmp_path, folder):
+    own = tmp_path / "own.jinja"
+    own.write_text("{% for m in messages %}[{{ m.role }}]{{ m.content }}<eos>{% endfor %}")
+    rows = [{"messages": TURNS[:2]}]
+    plain = prepared(tmp_path, folder, rows)
+    other = prepared(tmp_path, folder, rows, chat_template=str(own))
+    assert plain.path != other.path
+    text = TextTokenizer(folder).decode(other.train[0].tokens, skip_special=False)
+    assert text == "[user]what?<eos>[assistant]this<eos>"
+    own.write_text(own.read_text() + "{# changed #}")
+    assert prepared(tmp_path, folder, rows, chat_template=str(own)).path != other.path
 
 
 def test_nothing_to_learn_is_refused(tmp_path, folder):
     rows = [{"prompt": "a", "completion": LONG}]
-    with pytest.raises(JobError) as caught:
+    with pytest.raises(JobError, match="1 x too long") as caught:
         prepared(tmp_path, folder, rows, max_tokens=30, too_long="drop")
     assert caught.value.code == "data/empty"
     with pytest.raises(JobError, match="no assistant turn"):
@@ -177,26 +293,6 @@ def test_split_follows_content_not_position(tmp_path, folder):
     assert held[0] and held[0] <= held[1] and len(held[1] - held[0]) <= 1
     assert held[0].isdisjoint(one.train.keys.tolist())
     assert len(one.train) + len(one.held_out) == 60
-
-
-def test_cache_is_used_and_depends_on_content(tmp_path, folder):
-    first = prepared(tmp_path, folder, [{"text": "one"}])
-    stamp = first.path.stat().st_mtime_ns
-    again = prepared(tmp_path, folder, [{"text": "one"}])
-    assert again.path == first.path and again.path.stat().st_mtime_ns == stamp
-    assert np.array_equal(again.train.tokens_T, first.train.tokens_T)
-    assert prepared(tmp_path, folder, [{"text": "two"}]).path != first.path
-    assert prepared(tmp_path, folder, [{"text": "one"}], max_tokens=99).path != first.path
-
-
-def test_failed_writer_leaves_nothing_behind(tmp_path):
-    def write(path):
-        path.write_text("half")
-        raise OSError("disk full")
-
-    with pytest.raises(OSError, match="disk full"):
-        cached.cached_file(tmp_path / "kind" / "result", write)
-    assert list((tmp_path / "kind").iterdir()) == []
 
 
 def test_small_tokenizer_is_the_same_for_the_same_text(tmp_path):
