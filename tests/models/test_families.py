@@ -1,0 +1,220 @@
+"""Every family equals transformers; what families have of their own follows its laws.
+
+Tiny models of `families.tiny_config`: head sizes of their own, windows shorter than the rows,
+several documents in a row.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+from phalanx.errors import JobError, PlanError
+from phalanx.models.cache import KvCache
+from phalanx.models.config import parse_config, to_huggingface
+from phalanx.models.decoder import Decoder
+from phalanx.models.hf import load_decoder, save_folder
+from phalanx.models.parameters import initial_values, load_parameters
+from phalanx.models.spec import canonical_tensors, kv_token_bytes
+from phalanx.ops.loss import counted_cross_entropy
+from tests.models.cases import random_decoder, random_tokens, transformers_twin
+from tests.models.families import FAMILIES, TABLES, tiny_config
+
+every_family = pytest.mark.parametrize("family", FAMILIES)
+
+
+@every_family
+@pytest.mark.parametrize("count", [1, 23, 301])
+@torch.no_grad()
+def test_logits_equal_transformers(family, count):
+    decoder = random_decoder(tiny_config(family))
+    tokens = random_tokens(decoder.config, count)
+    ours = decoder.logits(decoder(tokens))
+    theirs = transformers_twin(decoder)(tokens[None]).logits[0]
+    assert theirs.abs().max() > 1.0
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4)
+
+
+@every_family
+@torch.no_grad()
+def test_saved_folder_has_the_logits_of_the_decoder_in_transformers(family, tmp_path):
+    """Through config.json and safetensors, as a user gets it; several documents in our row."""
+    from transformers import AutoModelForCausalLM
+
+    decoder = random_decoder(tiny_config(family))
+    folder = save_folder(tmp_path / "model", decoder.config, decoder.state_dict().items())
+    twin = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    tokens, bounds = random_tokens(decoder.config, 70), [0, 1, 32, 70]
+    ours = decoder.logits(decoder(tokens, document_starts=bounds[:-1]))
+    theirs = torch.cat([twin(tokens[None, a:b]).logits[0] for a, b in pairwise(bounds)])
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4)
+    again = load_decoder(folder)
+    assert again.config == decoder.config
+    assert torch.equal(again.logits(again(tokens, document_starts=bounds[:-1])), ours)
+
+
+@every_family
+def test_loss_gradients_equal_transformers_in_float64(family):
+    """All parameters; transformers computes RoPE and norms in float32, which bounds it."""
+    decoder = random_decoder(tiny_config(family, "float64"))
+    twin, tokens = transformers_twin(decoder), random_tokens(decoder.config, 40)
+    counted, targets = torch.arange(3, 39), tokens[4:40]
+    counted_cross_entropy(
+        decoder(tokens), decoder.head_weight, counted, targets,
+        num_counted_global=77, soft_cap=decoder.config.logit_soft_cap,
+    ).backward()  # fmt: skip
+    logits = twin(tokens[None]).logits[0, counted]
+    (F.cross_entropy(logits, targets, reduction="sum") / 77).backward()
+    reference = dict(twin.named_parameters())
+    for name, parameter in decoder.named_parameters():
+        if not parameter.requires_grad:
+            assert name.endswith("layer_scalar") and parameter.grad is None
+            continue
+        expected = reference[name].grad
+        error = (parameter.grad - expected).norm() / expected.norm()
+        assert error < 1e-5, (name, error)
+
+
+@every_family
+def test_packed_documents_equal_separate_ones_with_gradients(family):
+    decoder = random_decoder(tiny_config(family, "float64"))
+    tokens, bounds = random_tokens(decoder.config, 60), [0, 1, 11, 60]
+    packed = decoder(tokens, document_starts=bounds[:-1])
+    separate = torch.cat([decoder(tokens[a:b]) for a, b in pairwise(bounds)])
+    torch.testing.assert_close(packed, separate, rtol=1e-11, atol=1e-11)
+    trained = [p for p in decoder.parameters() if p.requires_grad]
+    weight_SD = torch.randn_like(packed)
+    grads = (torch.autograd.grad((x * weight_SD).sum(), trained, allow_unused=True)
+             for x in (packed, separate))  # fmt: skip
+    for mine, theirs in zip(*grads):
+        assert (mine is None) == (theirs is None)
+        if mine is not None:
+            torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-9)
+
+
+@every_family
+@torch.no_grad()
+def test_cached_steps_equal_one_pass(family):
+    """Chunks of awkward sizes, across the window and across query blocks."""
+    decoder = random_decoder(tiny_config(family, "float64"))
+    tokens, cache = random_tokens(decoder.config, 310), KvCache(decoder.config, capacity=2)
+    bounds = [0, 9, 10, 17, 150, 151, 309, 310]
+    steps = [decoder(tokens[a:b], caches=[cache]) for a, b in pairwise(bounds)]
+    torch.testing.assert_close(torch.cat(steps), decoder(tokens), rtol=1e-10, atol=1e-10)
+
+
+@every_family
+@torch.no_grad()
+def test_sequences_decoded_together_equal_each_alone(family):
+    decoder = random_decoder(tiny_config(family, "float64"))
+    sequences = [random_tokens(decoder.config, n, seed=n) for n in (3, 12, 31)]
+    caches = [KvCache(decoder.config) for _ in sequences]
+    decoder(torch.cat([s[:-2] for s in sequences]), None, (0, 1, 11), caches)
+    together = decoder(torch.cat([s[-2:] for s in sequences]), None, (0, 2, 4), caches)
+    alone = torch.cat([decoder(s)[-2:] for s in sequences])
+    torch.testing.assert_close(together, alone, rtol=1e-10, atol=1e-10)
+
+
+@every_family
+def test_recomputed_layers_give_the_same_gradients(family):
+    """Layers that use keys, values and embeddings which others made included."""
+    decoder = random_decoder(tiny_config(family, "float64"))
+    tokens = random_tokens(decoder.config, 40)
+    trained = [p for p in decoder.parameters() if p.requires_grad and p is not decoder.head_weight]
+
+    def gradients():
+        loss = decoder(tokens, None, (0, 7)).square().sum()
+        return torch.autograd.grad(loss, trained)
+
+    plain = gradients()
+    for layer in decoder.model.layers.values():
+        forward = layer.forward
+        layer.forward = lambda *args, f=forward: checkpoint(f, *args, use_reentrant=False)
+    assert all(torch.equal(a, b) for a, b in zip(plain, gradients()))
+
+
+@every_family
+def test_state_dict_is_the_set_of_canonical_tensors_which_fill_it(family):
+    config = tiny_config(family)
+    specs, decoder = canonical_tensors(config), Decoder(config)
+    state = decoder.state_dict()
+    assert {name: tuple(value.shape) for name, value in state.items()} == {
+        name: spec.shape for name, spec in specs.items()
+    }
+    load_parameters(decoder, initial_values(0, specs.values()))
+    for name, parameter in decoder.named_parameters():
+        assert parameter.requires_grad == specs[name].is_trained
+        if parameter.dim() == 1:  # an identity, in whichever way norms are stored
+            is_plain = config.norm_offset == 0.0
+            assert torch.equal(parameter.detach(), torch.full_like(parameter, float(is_plain)))
+
+
+@every_family
+def test_tensors_equal_those_of_transformers(family):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = tiny_config(family)
+    table = to_huggingface(config)
+    table.pop("architectures")
+    with torch.device("meta"):
+        twin = AutoModelForCausalLM.from_config(AutoConfig.for_model(**table))
+    theirs = {name: tuple(value.shape) for name, value in twin.named_parameters()}
+    stored = {n: tuple(b.shape) for n, b in twin.named_buffers() if n in twin.state_dict()}
+    specs = canonical_tensors(config)
+    assert theirs == {n: spec.shape for n, spec in specs.items() if spec.is_trained}
+    assert stored == {n: spec.shape for n, spec in specs.items() if not spec.is_trained}
+
+
+@torch.no_grad()
+def test_sharing_layers_add_nothing_to_the_cache():
+    """In the E models' shape, half of the layers use keys and values of the other half."""
+    config = tiny_config("gemma4_ple")
+    decoder, cache = random_decoder(config), KvCache(config, capacity=8)
+    decoder(random_tokens(config, 5), caches=[cache])
+    assert sorted(cache._keys) == sorted(cache._values) == [0, 1, 2]
+    held = sum(t.nbytes for store in (cache._keys, cache._values) for t in store.values())
+    assert held == 8 * kv_token_bytes(config)
+
+
+@pytest.mark.parametrize("layers", [range(3), range(1, 6), range(3, 6)])
+def test_stages_that_need_what_others_hold_are_refused(layers):
+    with pytest.raises(PlanError, match="stage"):
+        Decoder(tiny_config("gemma4_ple"), layers=layers, device="meta")
+
+
+def test_stages_of_a_family_with_an_untied_head_compose():
+    whole = random_decoder(tiny_config("llama3"))
+    rows = tokens = random_tokens(whole.config, 33)
+    held: set[str] = set()
+    with torch.no_grad():
+        for part in (range(1), range(1, 3)):
+            stage = Decoder(whole.config, layers=part)
+            load_parameters(stage, whole.state_dict().items())
+            rows = stage(rows, None, (0, 5))
+            assert held.isdisjoint(stage.state_dict())
+            held |= set(stage.state_dict())
+        assert torch.equal(rows, whole(tokens, None, (0, 5)))
+    assert held == set(whole.state_dict())
+
+
+def test_experts_are_counted_but_not_computed():
+    table = TABLES["gemma4"] | {
+        "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 24,
+    }  # fmt: skip
+    config = parse_config(table)
+    with pytest.raises(JobError, match="experts = 4") as caught:
+        Decoder(config, device="meta")
+    assert caught.value.code == "model/unknown"
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    written = to_huggingface(config)
+    written.pop("architectures")
+    with torch.device("meta"):
+        twin = AutoModelForCausalLM.from_config(AutoConfig.for_model(**written))
+    assert {name: tuple(value.shape) for name, value in twin.state_dict().items()} == {
+        name: spec.shape for name, spec in canonical_tensors(config).items()
+    } | {"lm_head.weight": (config.vocab_size, config.hidden_size)}
