@@ -17,17 +17,19 @@ from statistics import median
 from time import perf_counter
 from typing import Any
 
-from phalanx.cost.training import Workload, row_multiple, workload_of
+from phalanx.cost.training import Workload, workload_of
+from phalanx.data.batches import SampleStream, num_steps
 from phalanx.data.cached import cache_folder, cached_file, content_key
 from phalanx.data.prepare import Prepared
 from phalanx.doctor.machine import num_cores, processor_name
 from phalanx.engines.launch import launch_local
 from phalanx.job import Job
+from phalanx.models.adapter_folder import lora_of
 from phalanx.models.config import DecoderConfig, to_huggingface
-from phalanx.models.spec import LoraSpec
 from phalanx.plan import locked_versions
+from phalanx.planner.here import row_plan, tensor_bytes, training_shape
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 _WORKER = "phalanx.engines.operator_bench"
 
 
@@ -52,7 +54,7 @@ def calibrate(config: DecoderConfig, work: Workload, *, num_processes: int) -> d
         "machine": [platform.node(), processor_name(), num_cores()],
         "versions": locked_versions(),
         "config": to_huggingface(config),
-        "work": asdict(work),
+        "work": {name: value for name, value in asdict(work).items() if name != "num_steps"},
         "num_processes": num_processes,
     }
     path = cache_folder("calibration") / f"{content_key(made_of)}.json"
@@ -76,30 +78,48 @@ def calibrate(config: DecoderConfig, work: Workload, *, num_processes: int) -> d
     return json.loads(cached_file(path, measure).read_text())
 
 
-def workload(
-    job: Job, config: DecoderConfig, data: Prepared, num_ranks: int, row_tokens: int = 0
-) -> Workload:
-    """The typical step of a job on this many data-parallel ranks.
+def workload(job: Job, config: DecoderConfig, data: Prepared, num_ranks: int) -> Workload:
+    """The typical step of a job on this many processes.
 
-    Args:
-        row_tokens: longest packed row; 0: `data.max_tokens`.
+    Where `limits.memory_bytes` would be passed, rows of less than 512 tokens are taken if documents
+    allow it.
+
+    Raises:
+        JobError, PlanError: for a mesh or a row length that cannot be.
     """
-    train = job.train
-    lora = None
-    if train.method == "lora":
-        lora = LoraSpec(rank=train.lora_rank, alpha=train.lora_alpha, dropout=train.lora_dropout)
-    return workload_of(
-        data.train,
-        config,
-        num_steps=train.steps,
-        global_batch_tokens=train.global_batch_tokens,
-        row_tokens=row_tokens or job.data.max_tokens,
-        multiple=row_multiple("cpu"),
-        num_ranks=num_ranks,
-        seed=train.seed,
-        lora=lora,
-        held_out=data.held_out.take(range(min(train.eval_rows, len(data.held_out)))),
-    )
+    train, shape = job.train, training_shape(job, config, num_ranks)
+    rows = row_plan(job, data.longest, shape, "cpu")
+    stream = SampleStream(data.train, train.seed)
+    steps = train.steps
+    if train.epochs:
+        steps = num_steps(stream, train.epochs, train.global_batch_tokens)
+
+    def with_rows(row_tokens: int) -> Workload:
+        return workload_of(
+            data.train,
+            config,
+            num_steps=steps,
+            global_batch_tokens=train.global_batch_tokens,
+            row_tokens=row_tokens,
+            multiple=rows["row_multiple"],
+            num_ranks=shape.num_data_ranks,
+            seed=train.seed,
+            lora=lora_of(job, config),
+            held_out=data.held_out.take(range(min(train.eval_rows, len(data.held_out)))),
+            tensor_degree=shape.tensor_degree,
+            splits_tokens=shape.splits_tokens,
+        )
+
+    work = with_rows(rows["row_tokens"])
+    limit, least = job.limits.memory_bytes, _rounded(data.longest, rows["row_multiple"])
+    if limit and not job.plan.row_tokens and least < work.row_limit:
+        if tensor_bytes(job, config, work, shape) > limit:
+            return with_rows(least)
+    return work
+
+
+def _rounded(tokens: int, multiple: int) -> int:
+    return -(-tokens // multiple) * multiple
 
 
 def main(arguments: list[str]) -> int:

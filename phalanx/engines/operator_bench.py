@@ -22,23 +22,24 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 import phalanx.engines.train  # noqa: F401  to hold what a training process holds
+from phalanx.cost.local_shapes import local_config
 from phalanx.cost.training import RateKey, Workload, rate_key
 from phalanx.engines.optim import ShardedAdamW
 from phalanx.engines.process import Process, resident_bytes, start_process
 from phalanx.mesh import Mesh
 from phalanx.models.config import DecoderConfig, parse_config
-from phalanx.models.decoder import Projection, RmsNorm
+from phalanx.models.decoder_layers import Projection, RmsNorm
 from phalanx.models.lora import LoraLinear
 from phalanx.models.operators import Operator, operators
 from phalanx.models.spec import canonical_tensors
 from phalanx.ops.attention import Documents, packed_attention
+from phalanx.ops.gate import gated_product
 from phalanx.ops.loss import counted_cross_entropy
-from phalanx.ops.rope import rope_table
+from phalanx.ops.rope import rope_table, rotate_rows
 
 _COPIES, _PASSES = 6, 2
 _SHORT_VOCABULARY = 1 << 13  # enough tiles of the head to meet all its shapes
@@ -77,7 +78,9 @@ def main(arguments: list[str]) -> int:
     task = json.loads(Path(arguments[0]).read_text())
     torch.manual_seed(0)
     with start_process("cpu", Mesh(shard=task["num_processes"])) as process:
-        bench = OperatorBench(process, parse_config(task["config"]), Workload(**task["work"]))
+        work = Workload(**task["work"])
+        config = local_config(parse_config(task["config"]), work.tensor_degree)
+        bench = OperatorBench(process, config, work)
         rates = bench.measure()
         runtime_bytes = _settled_bytes()
         bench.meet_shapes()
@@ -104,7 +107,7 @@ class OperatorBench:
 
     Args:
         process: this rank among those that will train.
-        config: shapes and dtype.
+        config: shapes, a rank's own, and dtype.
         work: rows, targets and documents of a typical micro-batch; adapters.
     """
 
@@ -181,7 +184,8 @@ class OperatorBench:
         share = max(1, self.work.num_trained // self.process.world_size)
         pieces = torch.randn(share).chunk(_OPTIMIZER_TENSORS)
         parameters = [nn.Parameter(piece.clone()) for piece in pieces]
-        optimizer = ShardedAdamW(parameters, clip_norm=1.0)
+        named = [(str(at), parameter) for at, parameter in enumerate(parameters)]
+        optimizer = ShardedAdamW(named, clip_norm=1.0)
         spent = []
         for _ in range(1 + _PASSES):
             for parameter in parameters:
@@ -205,22 +209,29 @@ class OperatorBench:
         fully_shard(unit, mesh=self.process.mesh)
         grads = torch.randn(world_size, max(1, self.work.num_trained // 16))
         shard = torch.empty(grads.shape[1])
-        gather_s, reduce_s = [], []
+        rows_SD = torch.randn(self.work.row_tokens, self.config.hidden_size, dtype=self.dtype)
+        group = self.process.mesh.get_group("shard")
+        calls: dict[str, tuple[int, Callable[[], object]]] = {
+            "all_gather": (gathered_bytes, unit.unshard),
+            "reduce_scatter": (
+                grads.nbytes,
+                lambda: dist.reduce_scatter_tensor(shard, grads.flatten(), group=group),
+            ),
+            "all_reduce": (rows_SD.nbytes, lambda: dist.all_reduce(rows_SD, group=group)),
+        }
+        spent_s: dict[str, list[float]] = {name: [] for name in calls}
         for _ in range(2 + _PASSES):
-            self.process.barrier()
-            start_s = perf_counter()
-            unit.unshard()
-            gather_s.append(perf_counter() - start_s)
+            for name, (_, call) in calls.items():
+                self.process.barrier()
+                start_s = perf_counter()
+                call()
+                spent_s[name].append(perf_counter() - start_s)
             unit.reshard()
-            self.process.barrier()
-            start_s = perf_counter()
-            dist.reduce_scatter_tensor(
-                shard, grads.flatten(), group=self.process.mesh.get_group("shard")
-            )
-            reduce_s.append(perf_counter() - start_s)
-        gather = self.process.mean(gathered_bytes / median(gather_s[2:]))
-        reduce = self.process.mean(grads.nbytes / median(reduce_s[2:]))
-        return {"all_gather": Rate(gather, "byte/s"), "reduce_scatter": Rate(reduce, "byte/s")}
+            rows_SD.zero_()
+        return {
+            name: Rate(self.process.mean(num_bytes / median(spent_s[name][2:])), "byte/s")
+            for name, (num_bytes, _) in calls.items()
+        }
 
 
 def _rows(bench: OperatorBench, *channels: int) -> Tensor:
@@ -242,16 +253,33 @@ def _linear(bench: OperatorBench, op: Operator) -> Callable[[], Tensor]:
 
 
 def _norm(bench: OperatorBench, op: Operator) -> Callable[[], Tensor]:
-    num_channels = op.num_params
-    heads = round(op.out_bytes_per_token) // (num_channels * bench.dtype.itemsize)
-    module = RmsNorm(num_channels, bench.config.norm_eps, dtype=bench.dtype)
+    per_head = op.name.endswith(("q_norm", "k_norm", "v_norm"))
+    width = _channels(bench, op)
+    num_channels = op.num_params or (
+        bench.config.attention(op.layer).head_dim if per_head else width
+    )
+    module = RmsNorm(
+        num_channels, bench.config.norm_eps, has_weight=bool(op.tensors), dtype=bench.dtype
+    )
     module.requires_grad_(bench.lora is None)
     if not op.name.endswith(("q_norm", "k_norm")):
-        x_SD = _rows(bench, num_channels)
-        return lambda: module(x_SD)
-    x_SHC = _rows(bench, heads, num_channels)
+        x = _rows(bench, width // num_channels, num_channels)
+        return lambda: module(x)
+    x_SHC = _rows(bench, width // num_channels, num_channels)
     rope = rope_table(bench.documents.positions(), num_channels, 10_000.0, 1.0)
     return lambda: module(x_SHC, rope)
+
+
+def _rotate(bench: OperatorBench, op: Operator) -> Callable[[], Tensor]:
+    head_dim = bench.config.attention(op.layer).head_dim
+    x_SHC = _rows(bench, _channels(bench, op) // head_dim, head_dim)
+    cos_S1c, sin_S1c = rope_table(bench.documents.positions(), head_dim, 10_000.0, 1.0)
+    return lambda: rotate_rows(x_SHC, cos_S1c, sin_S1c)
+
+
+def _channels(bench: OperatorBench, op: Operator) -> int:
+    """Of its result, all heads together."""
+    return round(op.out_bytes_per_token) // bench.dtype.itemsize
 
 
 def _evenly(num_tokens: int, document_tokens: int) -> Documents:
@@ -269,19 +297,24 @@ def _attention(bench: OperatorBench, op: Operator) -> Callable[[], Tensor]:
 
 
 def _gate(bench: OperatorBench, op: Operator) -> Callable[[], Tensor]:
-    a_SF, b_SF = (_rows(bench, bench.config.intermediate_size) for _ in range(2))
-    return lambda: F.gelu(a_SF, approximate="tanh") * b_SF
+    a_SF, b_SF = (_rows(bench, _channels(bench, op)) for _ in range(2))
+    return lambda: gated_product(a_SF, b_SF, bench.config.activation)
 
 
 def _add(bench: OperatorBench, op: Operator) -> Callable[[], Tensor]:
-    a_SD, b_SD = (_rows(bench, bench.config.hidden_size) for _ in range(2))
+    a_SD, b_SD = (_rows(bench, _channels(bench, op)) for _ in range(2))
     return lambda: a_SD + b_SD
 
 
+def _scale(bench: OperatorBench, op: Operator) -> Callable[[], Tensor]:
+    x_SD, factor = _rows(bench, _channels(bench, op)), torch.ones(1, dtype=bench.dtype)
+    return lambda: x_SD * factor
+
+
 def _embedding(bench: OperatorBench, op: Operator) -> Callable[[], Tensor]:
-    shape = (bench.config.vocab_size, bench.config.hidden_size)
+    shape = canonical_tensors(bench.config)[op.tensors[0]].shape
     table_VD = torch.zeros(shape, dtype=bench.dtype).requires_grad_(bench.lora is None)
-    tokens_S = torch.randint(bench.config.vocab_size, (bench.documents.bounds[-1],))
+    tokens_S = torch.randint(shape[0], (bench.documents.bounds[-1],))
     return lambda: nn.functional.embedding(tokens_S, table_VD) * 2.0
 
 
@@ -310,6 +343,8 @@ _CASES: dict[str, Callable[[OperatorBench, Operator], Callable[[], Tensor]]] = {
     "attention": _attention,
     "gate": _gate,
     "add": _add,
+    "scale": _scale,
+    "rotate": _rotate,
     "embedding": _embedding,
     "rope": _rope,
     "head": _head,

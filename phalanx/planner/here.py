@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from math import lcm, prod
 from typing import Any
 
-from phalanx.cost.training import Workload, predict
+from phalanx.cost.local_shapes import local_config
+from phalanx.cost.step_memory import memory_terms, units_of
+from phalanx.cost.training import Prediction, Workload, predict, row_multiple, row_tokens_for
 from phalanx.doctor.machine import num_cores, processor_name
-from phalanx.errors import PlanError
+from phalanx.errors import JobError, PlanError
 from phalanx.job import Job
+from phalanx.layout.tensor_split import tensor_legality
 from phalanx.mesh import Mesh
-from phalanx.models.config import DecoderConfig
+from phalanx.models.config import DTYPE_BYTES, DecoderConfig
 from phalanx.models.spec import weight_bytes
 from phalanx.plan import Plan, Pool, RoleProgram, Transition
 from phalanx.planner.make import mesh_of, policy_tables
+from phalanx.policy import Spec
 from phalanx.registry import build
 from phalanx.report import Report
 
 _DATA_AXES = ("replicate", "shard")
+_TRAINED_FAMILIES = ("data", "tensor")
 
 
 def num_ranks_here(job: Job) -> int:
@@ -30,6 +36,101 @@ def num_ranks_here(job: Job) -> int:
 def hardware_here(num_ranks: int) -> dict[str, Any]:
     """What a plan remembers of this machine."""
     return {"machine": processor_name(), "num_devices": num_ranks, "cores": num_cores()}
+
+
+@dataclass(frozen=True)
+class TrainingShape:
+    """Mesh and policies of the training role.
+
+    Attributes:
+        tables: the specs as tables with family, name and options.
+        specs: the same, built.
+    """
+
+    mesh: Mesh
+    tables: Sequence[Mapping[str, Any]]
+    specs: Sequence[Spec]
+
+    @property
+    def num_data_ranks(self) -> int:
+        """Ranks that compute different rows."""
+        return prod(self.mesh.degree(axis) for axis in _DATA_AXES)
+
+    @property
+    def tensor_degree(self) -> int:
+        """Ranks that share every product."""
+        return self.mesh.size // self.num_data_ranks
+
+    @property
+    def splits_tokens(self) -> bool:
+        """Whether those also share the tokens between blocks (sequence parallelism)."""
+        exchanges = (
+            exchange
+            for spec in self.specs
+            if spec.family == "tensor"
+            for rule in spec.rules()
+            if rule.placement == "block"
+            for exchange in rule.exchanges
+        )
+        return any(each.collective == "reduce_scatter" for each in exchanges)
+
+
+def training_shape(job: Job, config: DecoderConfig, num_ranks: int) -> TrainingShape:
+    """How the training role lies on `num_ranks` processes.
+
+    Raises:
+        JobError: `mesh/product`.
+        PlanError: `plan/illegal` for an axis that training cannot use or no policy uses, or a
+            tensor degree that the model cannot be cut by.
+    """
+    mesh = mesh_of(job, num_ranks)
+    _, tables = policy_tables(job, mesh)
+    tables = [table for table in tables if table["family"] in _TRAINED_FAMILIES]
+    specs: list[Spec] = [
+        build(str(table["family"]), {k: v for k, v in table.items() if k != "family"})
+        for table in tables
+    ]
+    tensor_axes = {spec.axis for spec in specs if spec.family == "tensor"}
+    for axis in mesh.names:
+        degree, where = mesh.degree(axis), f"plan.mesh.{axis}"
+        if degree == 1 or axis in _DATA_AXES:
+            continue
+        if axis not in tensor_axes:
+            rule = (
+                "training uses data axes, and a tensor axis with plan.tensor; others are simulated"
+            )
+            raise PlanError("plan/illegal", where, degree, rule, legal=[1])
+        tensor_legality(config, degree).require(where)
+    for spec in specs:
+        if spec.axis not in mesh.names:
+            where, rule = f"plan.{spec.family}", f"needs an axis {spec.axis!r} in plan.mesh"
+            raise PlanError("plan/illegal", where, spec.policy_name, rule, legal=mesh.names)
+    return TrainingShape(mesh, tables, specs)
+
+
+def row_plan(job: Job, longest: int, shape: TrainingShape, device: str) -> dict[str, int]:
+    """Tokens of a packed row, and what rows are filled up to a multiple of.
+
+    Args:
+        longest: tokens of the longest document.
+
+    Raises:
+        JobError: `job/bad-value` for `plan.row_tokens` below the longest document.
+    """
+    multiple = lcm(row_multiple(device), shape.tensor_degree if shape.splits_tokens else 1)
+    chosen = job.plan.row_tokens
+    if chosen and chosen < longest:
+        rule = f"a document has {longest} tokens and is never cut between rows"
+        raise JobError("job/bad-value", "plan.row_tokens", chosen, rule, legal=[longest])
+    return {"row_tokens": chosen or row_tokens_for(longest, multiple), "row_multiple": multiple}
+
+
+def tensor_bytes(job: Job, config: DecoderConfig, work: Workload, shape: TrainingShape) -> float:
+    """Bytes of the tensors of one rank at the peak of a step; what libraries hold is not in it."""
+    local = local_config(config, work.tensor_degree)
+    data = [spec for spec in shape.specs if spec.family == "data"]
+    units = units_of(local, work, data, shape.mesh, DTYPE_BYTES[job.train.master_dtype])
+    return sum(memory_terms(local, work, units, recompute=job.plan.recompute).values())
 
 
 def plan_here(
@@ -49,31 +150,34 @@ def plan_here(
         num_ranks: from `num_ranks_here`.
 
     Raises:
-        PlanError: `plan/illegal` for a mesh that `phalanx train` cannot run yet.
+        PlanError: as `training_shape`; `plan/memory` when `limits.memory_bytes` is too little.
     """
-    mesh = mesh_of(job, num_ranks)
-    for axis in mesh.names:
-        if axis not in _DATA_AXES and mesh.degree(axis) > 1:
-            rule = "training runs on data axes only so far; other axes are simulated and proven"
-            raise PlanError("plan/illegal", f"plan.mesh.{axis}", mesh.degree(axis), rule, legal=[1])
-    _, tables = policy_tables(job, mesh)
-    data = [table for table in tables if table["family"] == "data"]
-    specs = [build("data", {k: v for k, v in t.items() if k != "family"}) for t in data]
+    shape = training_shape(job, config, num_ranks)
+    master = job.train.master_dtype
     rates = calibration["rates"]
-    prediction = predict(config, work, specs, rates, num_ranks=mesh.size)
+    prediction = predict(
+        config,
+        work,
+        shape.specs,
+        rates,
+        mesh=shape.mesh,
+        master_bytes=DTYPE_BYTES[master],
+        recompute=job.plan.recompute,
+    )
+    _require_memory(job, prediction)
     report = Report("prediction")
     note = "from rates measured on this machine before step 1"
     step_s, peak = prediction.step_s, prediction.peak_bytes
     report.add("training/step time", step_s, "s", "formula", note=note)
     report.add("training/peak memory", peak, "bytes", "formula", note=_largest(prediction.terms))
-    train_s = step_s * job.train.steps
-    report.add("training/all steps", train_s, "s", "formula", note=note)
+    report.add("training/all steps", step_s * work.num_steps, "s", "formula", note=note)
     train = RoleProgram(
         pool="here",
-        mesh=mesh.to_dict(),
-        specs=data,
-        batch={"row_tokens": job.data.max_tokens},
-        dtypes={"compute": job.model.dtype, "master": "float32", "reduce": "float32"},
+        mesh=shape.mesh.to_dict(),
+        specs=shape.tables,
+        batch={"row_tokens": work.row_limit, "row_multiple": work.row_multiple},
+        dtypes={"compute": job.model.dtype, "master": master, "reduce": "float32"},
+        recompute=job.plan.recompute,
         device="cpu",
     )
     react = job.plan.serve
@@ -94,16 +198,23 @@ def plan_here(
         trigger="end of training",
         payload_bytes=float(weight_bytes(config)),
     )
-    hardware = hardware_here(mesh.size)
+    hardware = hardware_here(shape.mesh.size)
     return Plan(
         job=job.name,
         job_key=job.result_key,
         hardware=hardware | {"rates": {key: entry["value"] for key, entry in rates.items()}},
-        pools={"here": Pool(machine=hardware["machine"], devices=tuple(range(mesh.size)))},
+        pools={"here": Pool(machine=hardware["machine"], devices=tuple(range(shape.mesh.size)))},
         programs={"train": train, "serve": serve},
         transitions=(exported,),
         predictions=[asdict(row) for row in report.rows],
     )
+
+
+def _require_memory(job: Job, prediction: Prediction) -> None:
+    limit, needed = job.limits.memory_bytes, sum(prediction.terms.values())
+    if 0.0 < limit < needed:
+        rule = f"a process needs {needed / 2**30:.2f} GiB ({_largest(prediction.terms)})"
+        raise PlanError("plan/memory", "limits.memory_bytes", limit, rule, legal=[round(needed)])
 
 
 def _largest(terms: Mapping[str, float]) -> str:

@@ -7,6 +7,7 @@ import pytest
 
 from phalanx.cost.training import Workload, counted_weight, predict, rate_key, workload_of
 from phalanx.data.samples import Sample, Samples
+from phalanx.mesh import Mesh
 from phalanx.models.operators import operators
 from phalanx.models.spec import LoraSpec, canonical_tensors, lora_tensors, small_config
 from phalanx.policies.data.fsdp import Fsdp
@@ -50,7 +51,7 @@ def work(lora=None, **changes):
 def rates(lora=None, **changes):
     listed = operators(CONFIG, document_tokens=8, lora=lora)
     table = {f"{rate_key(op, CONFIG)}.{phase}": RATE_S for op in listed for phase in "FB"}
-    table |= {"all_gather": 1e6, "reduce_scatter": 1e6, "optimizer": 0.0}
+    table |= {"all_gather": 1e6, "reduce_scatter": 1e6, "all_reduce": 1e6, "optimizer": 0.0}
     table |= {"runtime": 0.0, "kernels": 0.0} | changes
     return {key: {"value": value} for key, value in table.items()}
 
@@ -85,7 +86,7 @@ def test_filler_counts_as_tokens():
 
 def test_seconds_are_tokens_times_rates():
     step = work(LORA)
-    found = predict(CONFIG, step, [Replicate()], rates(LORA), num_ranks=1)
+    found = predict(CONFIG, step, [Replicate()], rates(LORA), mesh=Mesh(replicate=1))
     layers, norms, linears = CONFIG.num_layers, 6, 7
     assert found.seconds["norm"] == pytest.approx((layers * norms + 1) * step.tokens * 2 * RATE_S)
     assert found.seconds["linear"] == pytest.approx(layers * linears * step.tokens * 2 * RATE_S)
@@ -118,14 +119,14 @@ def test_gathered_bytes_follow_what_is_kept(spec, lora, gathers):
         "adapters once": padded(adapters),
         "frozen layers twice an item": 2 * step.num_items * padded(layers) + padded(adapters),
     }[gathers]
-    found = predict(CONFIG, step, [spec], rates(lora), num_ranks=2)
+    found = predict(CONFIG, step, [spec], rates(lora), mesh=Mesh(shard=2))
     assert found.seconds["gather"] == pytest.approx(expected / 1e6)
 
 
 def test_bytes_of_a_rank_by_hand():
     step = work(LORA)
     specs = [Fsdp(reshard_after_forward=False)]
-    found = predict(CONFIG, step, specs, rates(LORA, kernels=7.0), num_ranks=2)
+    found = predict(CONFIG, step, specs, rates(LORA, kernels=7.0), mesh=Mesh(shard=2))
     base = canonical_tensors(CONFIG).values()
     adapters = lora_tensors(CONFIG, LORA).values()
 
@@ -144,8 +145,8 @@ def test_bytes_of_a_rank_by_hand():
 
 def test_resharding_needs_less_memory_and_more_time():
     step = work(num_items=2)
-    kept = predict(CONFIG, step, [Fsdp(reshard_after_forward=False)], rates(), num_ranks=4)
-    given_back = predict(CONFIG, step, [Fsdp()], rates(), num_ranks=4)
+    kept = predict(CONFIG, step, [Fsdp(reshard_after_forward=False)], rates(), mesh=Mesh(shard=4))
+    given_back = predict(CONFIG, step, [Fsdp()], rates(), mesh=Mesh(shard=4))
     assert given_back.peak_bytes < kept.peak_bytes and given_back.step_s > kept.step_s
 
 
@@ -156,6 +157,6 @@ def test_head_weighs_its_products_against_the_layers():
 
 
 def test_rows_of_a_report_start_with_the_totals():
-    rows = predict(CONFIG, work(), [Fsdp()], rates(), num_ranks=2).rows()
+    rows = predict(CONFIG, work(), [Fsdp()], rates(), mesh=Mesh(shard=2)).rows()
     assert [row["quantity"] for row in rows[:2]] == ["training/step time", "training/peak memory"]
     assert {row["source"] for row in rows} == {"formula"}

@@ -8,6 +8,7 @@ import pytest
 
 from phalanx.cost.training import Workload, predict
 from phalanx.engines import calibrate as calibration
+from phalanx.mesh import Mesh
 from phalanx.models.spec import LoraSpec, small_config
 from phalanx.policies.data.fsdp import Fsdp
 
@@ -57,7 +58,7 @@ def test_rates_are_enough_for_a_prediction_and_are_kept(tmp_path, monkeypatch, l
         *("embedding", "rope", "norm", "linear", "attention", "gate", "add", "head")
     }
     assert ("linear.32x32.trained.F" in timed) and (("linear.16x32.F" in timed) == lora)
-    found = predict(CONFIG, work, [Fsdp()], table["rates"], num_ranks=2)
+    found = predict(CONFIG, work, [Fsdp()], table["rates"], mesh=Mesh(shard=2))
     assert 0.0 < found.step_s < 10.0 and found.peak_bytes > 0.0
 
     def never(*args, **kwargs):
