@@ -114,6 +114,28 @@ def test_ranks_end_with_their_launcher(tmp_path, number):
     assert are_gone(pids(tmp_path))
 
 
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("deed", "told"),
+    [
+        ("die", "error[world/dead]: rank 1 on {host}: has died; in step 4 (step)"),
+        ("stop", "error[world/timeout]: rank 1 on {host}: has been stopped by a signal for 2 s"),
+        ("sleep", "error[world/timeout]: rank 1 on {host}: has done nothing for 2 s"),
+        ("raise", "rank 1 on {host}: failed first: RuntimeError: no such thing"),
+    ],
+)
+def test_under_torchrun_the_first_rank_names_the_cause(tmp_path, deed, told):
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", MODULE]
+    done = subprocess.run(
+        [*command, str(tmp_path), deed, str(HANG_S)], capture_output=True, text=True, timeout=90
+    )
+    assert done.returncode != 0
+    told = told.format(host=os.uname().nodename)
+    (line,) = [line for line in done.stderr.splitlines() if told in line]
+    assert "last collective: all_reduce default_pg#2" in line
+    assert are_gone(pids(tmp_path))
+
+
 class Job:
     """Ranks whose signs and processor time a test writes."""
 

@@ -26,7 +26,10 @@ from phalanx.engines.whole.predicted import training_report
 from phalanx.engines.whole.processes import launch_training
 from phalanx.errors import JobError, PlanError
 from phalanx.job import Job
+from phalanx.models.adapter_folder import lora_of
+from phalanx.models.folders import require_free
 from phalanx.models.source import ModelSource, data_settings, model_source
+from phalanx.models.spec import weight_bytes
 from phalanx.plan import Plan
 from phalanx.planner.here import hardware_here, num_ranks_here, plan_here
 from phalanx.report import Report
@@ -151,7 +154,8 @@ def make_ready(asked: Asked, say: Callable[[str], None]) -> Ready:
     if given is not None:
         given.require_here(hardware_here(asked.num_ranks), asked.job.result_key)
     source = model_source(asked.job, say)
-    data = prepare(data_settings(asked.job), source.tokenizer_folder)
+    _require_outcome(asked, source)
+    data = prepare(data_settings(asked.job, source.config), source.tokenizer_folder)
     audit = asdict(data.audit)
     say("data: " + ", ".join(f"{k.replace('_', ' ')} {v}" for k, v in audit.items()))
     plan = given or _planned(asked, source, data, say)
@@ -161,6 +165,18 @@ def make_ready(asked: Asked, say: Callable[[str], None]) -> Ready:
     for row in plan.predictions:
         say(f"predicted: {row['quantity']} = {row['value']:.4g} {row['unit']}")
     return Ready(asked=asked, source=source, data=data, plan=plan)
+
+
+def _require_outcome(asked: Asked, source: ModelSource) -> None:
+    """Refuse what would fail only after the processes have started, or after the last step."""
+    job = asked.job
+    lora_of(job, source.config)
+    if job.train.loss:
+        from phalanx.engines.user_loss import load_loss  # torch, as the loss itself
+
+        load_loss(job.train.loss)
+    if job.plan.exports:
+        require_free(asked.folder, weight_bytes(source.config))
 
 
 def _planned(asked: Asked, source: ModelSource, data: Prepared, say: Callable[[str], None]) -> Plan:
