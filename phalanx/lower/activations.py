@@ -76,8 +76,10 @@ def _exchanges(
 ) -> Iterator[tuple[Block, Exchange]]:
     for block in inside:
         names = [f"{block.name}.{module.name}" for module in block.modules]
-        for name in [block.name, *(names if phase == "F" else reversed(names))]:
-            rule = spec.rule_for(name)
+        around = spec.rule_for(block.name)
+        rules = [spec.rule_for(name) for name in (names if phase == "F" else reversed(names))]
+        # an embedding is a block and its only module: one rule, applied once
+        for rule in [around, *(rule for rule in rules if rule != around)]:
             for exchange in rule.exchanges if rule else ():
                 of_activations = exchange.of in ("activations", "inputs")
                 if of_activations and (exchange.phase, exchange.at) == (phase, at):

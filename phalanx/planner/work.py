@@ -110,13 +110,16 @@ def _block(
 ) -> Block:
     kind = {"self_attn": "attention", "mlp": "mlp", "norm": "head", "embed_tokens": "embedding"}
     owned = [tensor for op in inside if op.num_params for tensor in op.tensors]
+    modules = [
+        Module(tensor.removesuffix(".weight").rsplit(".", 1)[-1], shapes[tensor])
+        for tensor in owned
+    ]
+    if any(op.op == "head" for op in inside) and all(each.name != "lm_head" for each in modules):
+        modules.append(Module("lm_head", (0,)))  # tied: split by the same rules, with no weight
     return Block(
         name=name,
         op=kind[name.rsplit(".", 1)[-1]],
-        modules=tuple(
-            Module(tensor.removesuffix(".weight").rsplit(".", 1)[-1], shapes[tensor])
-            for tensor in owned
-        ),
+        modules=tuple(modules),
         flops_per_token=sum(op.flops_per_token for op in inside),
         backward_flops_per_token=sum(op.backward_flops_per_token for op in inside),
         saved_bytes_per_token=sum(op.saved_bytes_per_token for op in inside),

@@ -13,15 +13,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from phalanx.engines.bind import bind_data
-from phalanx.engines.bind_tensor import bind_tensor
+from phalanx.engines.bind import BoundData, bind_data
+from phalanx.engines.bind_tensor import BoundTensor
+from phalanx.engines.tensor_decoder import bind_decoder
+from phalanx.engines.trainer_model import TrainModel
 from phalanx.errors import PlanError
 from phalanx.mesh import Mesh
 from phalanx.models.decoder import Decoder
-from phalanx.models.lora import inject
 from phalanx.models.parameters import initial_value, load_parameters
-from phalanx.models.spec import LoraSpec, canonical_tensors, small_config
-from phalanx.ops.loss import counted_cross_entropy
+from phalanx.models.spec import canonical_tensors, small_config
 from phalanx.policies.data.fsdp import Fsdp
 from phalanx.policies.tensor.megatron import Megatron
 from phalanx.policy import Exchange, Rule, Spec
@@ -33,7 +33,6 @@ CONFIG = small_config(
     vocab_size=31, hidden_size=18, intermediate_size=22, num_layers=3, num_heads=4, num_kv_heads=2,
     head_dim=6, window=3, full_every=2, dtype="float64",
 )  # fmt: skip
-HEADS = {"*.self_attn.[qkvo]_proj": 6}
 TOKENS_S = torch.arange(22) * 7 % 31
 COUNTED_N = torch.tensor([0, 1, 4, 5, 9, 10, 12])  # of the 11 rows of each replica
 KEPT = Megatron(sequence_parallel=True, gather_twice=False)
@@ -47,19 +46,18 @@ def values() -> list[tuple[str, Tensor]]:
     ]
 
 
-def loss_of(decoder: nn.Module, rows_S: Tensor) -> Tensor:
-    hidden_SD = decoder(rows_S[:11], document_starts=(0, 4))
+def loss_of(model: TrainModel, rows_S: Tensor) -> Tensor:
+    hidden_SD = model.decoder(rows_S[:11], document_starts=(0, 4))
     counted_N = COUNTED_N[COUNTED_N < 10]
-    return counted_cross_entropy(
-        hidden_SD, decoder.head_weight, counted_N, rows_S[1:][counted_N], num_counted_global=12
-    )
+    return model.loss(hidden_SD, counted_N, rows_S[1:][counted_N], 12)
 
 
 def reference(num_replicas: int) -> dict[str, Tensor]:
     decoder = Decoder(CONFIG)
     load_parameters(decoder, values())
+    whole = TrainModel(decoder, BoundData((), (), ()), BoundTensor("", None, False), None)
     for rows_S in TOKENS_S.chunk(2)[:num_replicas]:
-        loss_of(decoder, rows_S).backward()
+        loss_of(whole, rows_S).backward()
     return {name: p.grad for name, p in decoder.named_parameters()}
 
 
@@ -69,16 +67,15 @@ def train_decoder(rank: int, world_size: int, axes: dict[str, int], data: list[S
     shape = Mesh(axes)
     mesh = device_mesh("cpu", shape)
     decoder = Decoder(CONFIG, device="meta")
-    tensor = bind_tensor(decoder, [Megatron()], mesh, multiples=HEADS)
-    sharded = bind_data(decoder, data, mesh)
+    tensor = bind_decoder(decoder, [Megatron()], mesh)
+    model = TrainModel(decoder, bind_data(decoder, data, mesh), tensor, None)
     decoder.to_empty(device="cpu")
     load_parameters(decoder, values())
     log = CommLog(rank)
     with log.step(0):
-        sharded.begin_item(0, 1)
-        loss_of(decoder, TOKENS_S.chunk(2)[shape.coordinate(rank, "shard")]).backward()
-        sharded.finish_step()
-        tensor.finish_step()
+        model.data.begin_item(0, 1)
+        loss_of(model, TOKENS_S.chunk(2)[shape.coordinate(rank, "shard")]).backward()
+        model.finish_step()
     grads = {name: p.grad for name, p in decoder.named_parameters()}
     whole = {n: g.full_tensor() if hasattr(g, "full_tensor") else g for n, g in grads.items()}
     return whole, Counter(row for row in log.seen() if row[0] == "tp")
@@ -102,16 +99,23 @@ def test_a_split_decoder_has_the_gradients_of_the_whole(axes, data):
             assert not seen
             continue
         norms = 2 * CONFIG.num_layers * 6 // mesh.degree("shard") * 8
-        activations = ("tp", "all_reduce", 11 * CONFIG.hidden_size * 8)
-        assert seen == {activations: 4 * CONFIG.num_layers, ("tp", "all_reduce", norms): 1}
+        num_counted = int((COUNTED_N < 10).sum())
+        widths = {
+            11 * CONFIG.hidden_size: 4 * CONFIG.num_layers + 1,  # blocks, and the embedding
+            num_counted * CONFIG.hidden_size: 1,  # gradient of the rows that the head reads
+            num_counted: 1,  # highest logits
+            num_counted * 2: 1,  # sums of exponentials and targets' logits
+        }
+        expected_seen = {("tp", "all_reduce", 8 * n): count for n, count in widths.items()}
+        assert seen == expected_seen | {("tp", "all_reduce", norms): 1}
 
 
-def told(rank: int, world_size: int, spec: Spec, multiples: dict[str, int], adapts: bool) -> str:
+def told(rank: int, world_size: int, specs: list[Spec], mesh: dict[str, int], bias: bool) -> str:
     decoder = Decoder(CONFIG, device="meta")
-    if adapts:
-        inject(decoder, LoraSpec(rank=2, alpha=4.0), dtype="float32")
+    if bias:
+        decoder.model.layers["0"].mlp.up_proj = nn.Linear(18, 22, device="meta")
     with pytest.raises(PlanError) as caught:
-        bind_tensor(decoder, [spec], device_mesh("cpu", Mesh(tp=world_size)), multiples=multiples)
+        bind_decoder(decoder, specs, device_mesh("cpu", Mesh(mesh)))
     return str(caught.value)
 
 
@@ -121,7 +125,7 @@ class Odd(Megatron):
     def rules(self) -> tuple[Rule, ...]:
         column, *others = super().rules()
         if self.gather_twice:
-            return (replace(column, placement="vocab"), *others)
+            return (replace(column, placement="ring"), *others)
         sent = Exchange(collective="broadcast", phase="F", at="after", of="activations")
         return tuple(
             replace(rule, exchanges=(sent,)) if rule.placement == "block" else rule
@@ -129,28 +133,33 @@ class Odd(Megatron):
         )
 
 
+TP, BOTH = {"tp": 2}, {"a": 2, "b": 2}
+
+
 @pytest.mark.dist
 @pytest.mark.parametrize(
-    ("spec", "multiples", "adapts", "rule"),
+    ("specs", "mesh", "bias", "rule"),
     [
-        (Megatron(axis="t"), {}, False, "the mesh has no such axis"),
-        (Megatron(sequence_parallel=True), {}, False, "torch keeps gathered inputs"),
-        (Odd(), {}, False, "is no placement of tensor parallelism"),
-        (Odd(gather_twice=False), {}, False, "torch reduces after a block, or gathers before"),
-        (Megatron(), {"*.k_proj": 12}, False, "cannot be cut into 2 parts of a multiple of 12"),
-        (Megatron(), {}, True, "without adapters"),
+        ([Megatron(axis="t")], TP, False, "the mesh has no such axis"),
+        ([Megatron(axis="a"), Megatron(axis="b")], BOTH, False, "are split over one axis"),
+        ([Megatron(sequence_parallel=True)], TP, False, "gathered inputs are kept"),
+        ([Odd()], TP, False, "is no placement of tensor parallelism"),
+        ([Odd(gather_twice=False)], TP, False, "is reduced after, or gathers before"),
+        ([Megatron()], TP, True, "only an nn.Linear without bias is cut"),
+        ([replace(KEPT, vocabulary_parallel=False)], TP, False, "but not the vocabulary"),
+        ([Megatron()], {"tp": 3}, False, "4 cannot be cut into 3 equal parts"),
     ],
-    ids=["axis", "gather_twice", "placement", "exchanges", "heads", "adapters"],
+    ids=["axis", "two", "gather_twice", "placement", "exchanges", "bias", "vocabulary", "degree"],
 )
-def test_what_torch_cannot_split_is_refused(spec, multiples, adapts, rule):
-    assert rule in run_ranks(told, 2, spec, multiples, adapts)[0]
+def test_what_cannot_be_split_is_refused(specs, mesh, bias, rule):
+    assert rule in run_ranks(told, Mesh(mesh).size, specs, mesh, bias)[0]
 
 
 def parts_of(rank: int, world_size: int, spec: Spec) -> tuple[bool, list[str]]:
     decoder = Decoder(CONFIG, device="meta")
     names = {module: name for name, module in decoder.named_modules()}
-    bound = bind_tensor(decoder, [spec], device_mesh("cpu", Mesh(tp=world_size)))
-    return bound.splits_tokens, [f"{names[m]}.{name}" for _, m, name in bound.partial]
+    bound = bind_decoder(decoder, [spec], device_mesh("cpu", Mesh(tp=world_size)))
+    return bound.splits_tokens, [f"{names[m]}.{name}" for m, name in bound.partial]
 
 
 @pytest.mark.dist
@@ -162,5 +171,6 @@ def test_what_sees_its_own_heads_or_tokens_has_partial_gradients():
     ]
     assert run_ranks(parts_of, 2, Megatron()) == [(False, norms)] * 2
     (splits_tokens, found), _ = run_ranks(parts_of, 2, KEPT)
-    whole = [n for n in canonical_tensors(CONFIG) if not n.endswith("_proj.weight")]
+    ends = ("_proj.weight", "embed_tokens.weight")
+    whole = [n for n in canonical_tensors(CONFIG) if not n.endswith(ends)]
     assert splits_tokens and sorted(found) == sorted(whole)

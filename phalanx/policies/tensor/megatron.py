@@ -37,17 +37,25 @@ class Megatron(Spec):
     sequence parallelism 6 all-gathers (4 without `gather_twice`) and 4 reduce-scatters; ring bytes
     sent per device of the former 8 b s h (t-1)/t elements. Products, weights and their gradients
     divide by t; with sequence parallelism so do stored activations and messages between stages.
-    Per step: one all-reduce of the gradients that each rank has a part of, of norms per head, or
-    with sequence parallelism of every module outside the products.
+    Per micro-batch with `vocabulary_parallel`: the embedding's output is summed (one exchange), the
+    head reads whole rows and the gradient of these is summed (one all-reduce, with sequence
+    parallelism after an all-gather); embedding, head and logits divide by t, and the loss exchanges
+    three numbers per row instead of V logits. Without it, embedding and head are whole on every
+    rank and exchange nothing. Per step: one all-reduce of the gradients that each rank has a part
+    of, of norms per head, or with sequence parallelism of every module that is not cut.
 
-    Source: Megatron-LM, arXiv 1909.08053, section 3 (f and g); sequence parallelism and the second
-    gather, arXiv 2205.05198, section 4.2.2.
+    Source: Megatron-LM, arXiv 1909.08053, section 3 (f and g, embedding and loss); sequence
+    parallelism and the second gather, arXiv 2205.05198, section 4.2.2.
 
-    Differences and limits: embedding and head stay whole (no vocabulary-parallel loss), and with
-    sequence parallelism work on a rank's own tokens, so that their gradients are partial too; t
-    must divide the query heads and the feed-forward width, else shards are padded; tokens are
-    padded to a multiple of t; overlap of exchange and product is not modelled. Torch's DTensor
-    keeps gathered inputs: `gather_twice` must be off to run natively.
+    Differences and limits: the vocabulary is cut into uneven parts instead of being padded to a
+    multiple of 128 t. t must divide the query heads and the feed-forward width; where it does not
+    divide the key and value heads, every rank keeps their projections whole, uses the rows of its
+    own query heads and sums their gradients with the other partial ones (`layout.tensor_split`),
+    which the prices here do not know: they divide these too. A tied head's gradient and rows that
+    do not count in the loss travel less than priced (the loss exchanges counted rows only). With
+    sequence parallelism and a whole vocabulary, embedding and head work on a rank's own tokens,
+    which the trainer refuses. Tokens are padded to a multiple of t; overlap of exchange and product
+    is not modelled. Gathered inputs are kept natively: `gather_twice` must be off to run there.
     """
 
     axis: str = "tp"

@@ -28,6 +28,11 @@ SEQUENCE, KEPT = (
     Megatron(sequence_parallel=True, gather_twice=False),
 )
 
+CONFIG = small_config(
+    vocab_size=13, hidden_size=10, intermediate_size=14, num_layers=2, num_heads=4,
+    num_kv_heads=2, head_dim=6,
+)  # fmt: skip
+
 
 def program_of(spec, num_layers=3, axes=None, data=(), schedule="gpipe", **work):
     mesh = Mesh(axes or {"tp": 2})
@@ -114,12 +119,11 @@ def test_a_gradient_buffer_is_not_touched_while_it_is_reduced():
     assert "reduce:layers.1:0" in again.after
 
 
-@pytest.mark.parametrize("spec", [Megatron(), SEQUENCE])
+@pytest.mark.parametrize(
+    "spec", [Megatron(), SEQUENCE, Megatron(sequence_parallel=True, vocabulary_parallel=False)]
+)
 def test_partial_gradients_of_a_decoder_are_summed_once_a_step(spec):
-    config = small_config(
-        vocab_size=13, hidden_size=10, intermediate_size=14, num_layers=2, num_heads=4,
-        num_kv_heads=2, head_dim=6,
-    )  # fmt: skip
+    config = CONFIG
     work = model_work(config, TOKENS)
     mesh = Mesh(shard=2, tp=2)
     program = lower(work, mesh, build("pipeline", "gpipe"), [Fsdp(units="model.layers.*"), spec])
@@ -133,7 +137,38 @@ def test_partial_gradients_of_a_decoder_are_summed_once_a_step(spec):
     heads = sum(2 * ceil(config.attention(at).head_dim / 2) for at in range(config.num_layers))
     if not spec.sequence_parallel:
         assert last.payload_bytes == heads * work.grad_bytes
-    else:  # everything outside the products: norms and the embedding
+    else:  # everything that is not cut: norms, and the embedding where it is whole
         norms = (4 * config.num_layers + 1) * ceil(config.hidden_size / 2)
         table = ceil(config.vocab_size / 2) * config.hidden_size
-        assert last.payload_bytes == (heads + norms + table) * work.grad_bytes
+        whole = 0 if spec.vocabulary_parallel else table
+        assert last.payload_bytes == (heads + norms + whole) * work.grad_bytes
+
+
+@pytest.mark.parametrize(
+    ("spec", "forward", "backward"),
+    [
+        (Megatron(), ["all_reduce"], ["all_reduce"]),
+        (KEPT, ["reduce_scatter", "all_gather"], ["all_reduce", "all_gather"]),
+        (Megatron(vocabulary_parallel=False), [], []),
+    ],
+)
+def test_a_split_vocabulary_exchanges_rows_at_both_ends(spec, forward, backward):
+    """Forward: the embedding's output, the head's input; backward: their gradients."""
+    program = lower(model_work(CONFIG, (6,)), Mesh(tp=2), build("pipeline", "gpipe"), [spec])
+    ends = ("model.embed_tokens", "model.norm")
+    for phase, kinds in (("F", forward), ("B", backward)):
+        found = [
+            a for a in program.of(0)
+            if isinstance(a, Collective) and a.layer in ends and a.phase == phase
+        ]  # fmt: skip
+        assert [a.collective for a in found] == kinds
+        assert {a.payload_bytes for a in found} <= {6 * CONFIG.hidden_size * 2}
+
+
+def test_a_split_vocabulary_divides_the_products_of_the_head():
+    def head_flops(spec):
+        program = lower(model_work(CONFIG, (6,)), Mesh(tp=2), build("pipeline", "gpipe"), [spec])
+        of_head = (a for a in program.of(0) if isinstance(a, Compute) and a.layer == "model.norm")
+        return next(of_head).flops
+
+    assert head_flops(Megatron()) == head_flops(Megatron(vocabulary_parallel=False)) / 2
