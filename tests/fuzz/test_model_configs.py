@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from phalanx.errors import PhalanxError
 from phalanx.models.config import DecoderConfig, read_config
 from tests.fuzz.inputs import json_values, near_tables, near_texts, outcome
+from tests.models.families import FAMILIES, TABLES
 
 VALID = {
     "architectures": ["Gemma3ForCausalLM"],
@@ -77,4 +78,12 @@ def test_slips_of_the_pen_are_refused_or_harmless(folder, content: str):
 @example(table=VALID | {"model_type": []})
 @example(table=VALID | {"torch_dtype": {}})
 def test_wrong_entries_are_refused_or_harmless(folder, table: dict[str, Any]):
+    assert isinstance(read(folder, json.dumps(table)), DecoderConfig | PhalanxError)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_wrong_entries_of_any_family_are_refused_or_harmless(folder, family: str, data):
+    table = data.draw(near_tables(TABLES[family], json_values))
     assert isinstance(read(folder, json.dumps(table)), DecoderConfig | PhalanxError)

@@ -119,14 +119,17 @@ def _full_layer_sizes(keys: ConfigKeys, layer_kinds: Sequence[str]) -> dict[str,
     table = keys.read("per_layer_config", TABLE)
     if table is None:
         return {}
-    where = f"{keys.where}: per_layer_config"
     full = [str(at) for at, name in enumerate(layer_kinds) if name == "full"]
-    entries = {name: read_value(table.get(name), dict[str, int], where) for name in full}
-    sizes = entries[full[0]]
-    known = {"head_dim", "num_key_value_heads"}
-    is_known = set(table) == set(full) and set(sizes) <= known and min(sizes.values()) >= 1
-    if not is_known or any(entry != sizes for entry in entries.values()):
-        rule = "must give every full layer, and no other, the same head_dim and num_key_value_heads"
+    rule = "must give every full layer, and no other, the same head_dim and num_key_value_heads"
+    if set(table) != set(full):
+        keys.refuse("per_layer_config", table, rule, full[:3])
+    where = f"{keys.where}: per_layer_config"
+    entries = [read_value(table[name], dict[str, int], where) for name in full]
+    sizes: dict[str, int] = entries[0]
+    is_known = set(sizes) <= {"head_dim", "num_key_value_heads"} and all(
+        size >= 1 for size in sizes.values()
+    )
+    if not is_known or any(entry != sizes for entry in entries):
         keys.refuse("per_layer_config", table, rule, full[:3])
     return sizes
 
