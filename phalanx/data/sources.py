@@ -95,8 +95,13 @@ def _known_names(folder: Path) -> list[str]:
 
 
 def _files_in(folder: Path) -> list[Path]:
+    try:
+        paths = sorted(folder.rglob("*"))
+    except OSError as error:
+        rule = f"cannot be read: {(error.strerror or str(error)).lower()}"
+        raise JobError("job/not-found", "data.source", folder, rule) from error
     found = []
-    for path in sorted(folder.rglob("*")):
+    for path in paths:
         hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
         if hidden or path.suffix not in READERS or path.is_dir():
             continue
