@@ -1,0 +1,105 @@
+"""A vocabulary in uneven parts: embedding, logits and loss equal the whole ones.
+
+Legend: S tokens, N rows, D model, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from phalanx.ops import loss as loss_module
+from phalanx.ops.loss import counted_cross_entropy
+from phalanx.ops.vocabulary import VocabularyPart
+from tests.ranks import run_ranks
+
+ROWS, MODEL, VOCAB, DIVISOR = 29, 12, 1031, 41
+LOGIT_SCALES, SOFT_CAPS, CHUNK_BYTES = (1.0, 1e3), (None, 5.0), (1, 5 * 344 * 8, 1 << 30)
+
+
+def tensors(scale: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(8)
+    hidden_SD = scale * torch.randn(ROWS, MODEL, dtype=torch.float64, generator=draw)
+    head_VD = torch.randn(VOCAB, MODEL, dtype=torch.float64, generator=draw)
+    counted_N = torch.randperm(ROWS, generator=draw)[:17]
+    targets_N = torch.randint(VOCAB, (17,), generator=draw)
+    targets_N[:4] = torch.tensor([0, VOCAB - 1, 343, 344])  # ends and a border of the parts
+    return hidden_SD.requires_grad_(), head_VD.requires_grad_(), counted_N, targets_N
+
+
+def part_of(part: VocabularyPart, rank: int, whole_VD: Tensor) -> Tensor:
+    return whole_VD.split(part.sizes)[rank].detach().clone().requires_grad_()
+
+
+def losses_of(rank: int, world_size: int) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """(loss, gradient of the hidden states, of this rank's part of the head) of every case."""
+    loss_module._TILE_ELEMENTS = 2048  # several tiles, the last one short
+    part = VocabularyPart(dist.group.WORLD, VOCAB)
+    found = []
+    for scale in LOGIT_SCALES:
+        for soft_cap in SOFT_CAPS:
+            for chunk_bytes in CHUNK_BYTES:
+                hidden_SD, whole_VD, counted_N, targets_N = tensors(scale)
+                head_vD = part_of(part, rank, whole_VD)
+                loss = counted_cross_entropy(
+                    hidden_SD, head_vD, counted_N, targets_N, num_counted_global=DIVISOR,
+                    soft_cap=soft_cap, chunk_bytes=chunk_bytes, part=part,
+                )  # fmt: skip
+                found.append((loss.detach(), *torch.autograd.grad(loss, (hidden_SD, head_vD))))
+    return found
+
+
+def whole_losses() -> list[tuple[Tensor, Tensor, Tensor]]:
+    found = []
+    for scale in LOGIT_SCALES:
+        for soft_cap in SOFT_CAPS:
+            hidden_SD, head_VD, counted_N, targets_N = tensors(scale)
+            logits_NV = hidden_SD[counted_N] @ head_VD.t()
+            if soft_cap is not None:
+                logits_NV = soft_cap * torch.tanh(logits_NV / soft_cap)
+            loss = F.cross_entropy(logits_NV, targets_N, reduction="sum") / DIVISOR
+            grads = torch.autograd.grad(loss, (hidden_SD, head_VD))
+            found += [(loss.detach(), *grads)] * len(CHUNK_BYTES)
+    return found
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("degree", [1, 3])
+def test_loss_of_parts_equals_plain_cross_entropy(degree):
+    ranks = run_ranks(losses_of, degree, backend="logged_gloo")
+    for at, (loss, hidden_grad_SD, head_grad_VD) in enumerate(whole_losses()):
+        for of_rank in ranks:
+            torch.testing.assert_close(of_rank[at][0], loss, rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(of_rank[at][1], hidden_grad_SD, rtol=1e-11, atol=1e-12)
+        joined = torch.cat([of_rank[at][2] for of_rank in ranks])
+        torch.testing.assert_close(joined, head_grad_VD, rtol=1e-11, atol=1e-12)
+
+
+def embedded_and_scored(rank: int, world_size: int) -> tuple[Tensor, ...]:
+    part = VocabularyPart(dist.group.WORLD, VOCAB)
+    hidden_SD, whole_VD, _, _ = tensors(1.0)
+    table_vD = part_of(part, rank, whole_VD)
+    rows_SD = part.embed(torch.tensor([0, 343, 344, VOCAB - 1]), table_vD)
+    logits_SV = part.logits(hidden_SD, table_vD)
+    weights_SV = torch.arange(ROWS * VOCAB, dtype=torch.float64).view(ROWS, VOCAB).cos()
+    grads = torch.autograd.grad((logits_SV * weights_SV).sum(), (hidden_SD, table_vD))
+    dist.all_reduce(rows_SD.detach())
+    return rows_SD.detach(), logits_SV.detach(), *grads
+
+
+@pytest.mark.dist
+def test_embedding_and_logits_of_parts_are_the_whole_ones():
+    ranks = run_ranks(embedded_and_scored, 3, backend="logged_gloo")
+    hidden_SD, whole_VD, _, _ = tensors(1.0)
+    logits_SV = hidden_SD @ whole_VD.t()
+    weights_SV = torch.arange(ROWS * VOCAB, dtype=torch.float64).view(ROWS, VOCAB).cos()
+    grads = torch.autograd.grad((logits_SV * weights_SV).sum(), (hidden_SD, whole_VD))
+    for rows_SD, found_SV, hidden_grad_SD, _ in ranks:
+        assert torch.equal(rows_SD, whole_VD[[0, 343, 344, VOCAB - 1]].detach())
+        torch.testing.assert_close(found_SV, logits_SV.detach(), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(hidden_grad_SD, grads[0], rtol=1e-11, atol=1e-11)
+    joined = torch.cat([of_rank[3] for of_rank in ranks])
+    torch.testing.assert_close(joined, grads[1], rtol=1e-11, atol=1e-11)
