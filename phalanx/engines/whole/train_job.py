@@ -31,7 +31,7 @@ from phalanx.models.folders import require_free
 from phalanx.models.source import ModelSource, data_settings, model_source
 from phalanx.models.spec import weight_bytes
 from phalanx.plan import Plan
-from phalanx.planner.here import hardware_here, num_ranks_here, plan_here
+from phalanx.planner.here import hardware_here, num_ranks_here, plan_here, training_shape
 from phalanx.report import Report
 
 _BUSY_FRAC = 0.8
@@ -170,6 +170,7 @@ def make_ready(asked: Asked, say: Callable[[str], None]) -> Ready:
 def _require_outcome(asked: Asked, source: ModelSource) -> None:
     """Refuse what would fail only after the processes have started, or after the last step."""
     job = asked.job
+    training_shape(job, source.config, asked.num_ranks)
     lora_of(job, source.config)
     if job.train.loss:
         from phalanx.engines.user_loss import load_loss  # torch, as the loss itself

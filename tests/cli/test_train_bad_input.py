@@ -1,0 +1,166 @@
+"""`phalanx train` refuses what cannot work in one line, before it starts a process."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import struct
+
+import pytest
+
+from phalanx.cli import main
+from phalanx.engines import calibrate as calibration
+from phalanx.engines import launch
+from phalanx.models import folders
+from tests.cli.train_inputs import words, write_model, write_pairs
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(autouse=True)
+def no_process(monkeypatch, tmp_path):
+    """A cache of its own, and no process at all."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+    def started(*_, **__):
+        raise AssertionError("a process was started")
+
+    monkeypatch.setattr(launch, "_Rank", started)
+    monkeypatch.setattr(calibration, "launch_local", started)
+
+
+@pytest.fixture
+def refused(capsys, base, tmp_path):
+    """The error line of a refused command."""
+
+    def run(*argv, model=None, data=None, flags=None, target=None):
+        data = data or write_pairs(tmp_path / "pairs.jsonl")
+        given = ["--model", str(model or base), "--data", str(data), *words(flags)]
+        given += ["--folder", str(target or tmp_path / "run"), "--procs", "2", *argv]
+        assert main(["train", *given]) == 2
+        out, err = capsys.readouterr()
+        lines = [line for line in err.splitlines() if line.startswith("error")]
+        assert out == "" and len(lines) == 1 and "Traceback" not in err, err
+        assert not (tmp_path / "run" / "plan.json").exists()
+        return lines[0]
+
+    return run
+
+
+def copied(base, tmp_path):
+    return shutil.copytree(base, tmp_path / "broken")
+
+
+def changed_config(base, tmp_path, **values):
+    folder = copied(base, tmp_path)
+    table = json.loads((folder / "config.json").read_text()) | values
+    (folder / "config.json").write_text(json.dumps(table))
+    return folder
+
+
+def test_an_architecture_that_is_not_known_is_named(refused, base, tmp_path):
+    folder = changed_config(base, tmp_path, model_type="mamba", architectures=["MambaForCausalLM"])
+    line = refused(model=folder)
+    assert line.startswith("error[model/unknown]") and "mamba" in line and "llama" in line
+
+
+def test_a_truncated_shard_is_named_with_its_tensor(refused, base, tmp_path):
+    shard = copied(base, tmp_path) / "model.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-100])
+    line = refused(model=shard.parent)
+    assert line.startswith("error[model/tensor]") and str(shard) in line and "truncated" in line
+
+
+def test_a_damaged_header_is_no_traceback(refused, base, tmp_path):
+    shard = copied(base, tmp_path) / "model.safetensors"
+    content = shard.read_bytes()
+    (length,) = struct.unpack("<Q", content[:8])
+    shard.write_bytes(content[:8] + b"{" * length + content[8 + length :])
+    line = refused(model=shard.parent)
+    assert line.startswith("error[model/tensor]") and str(shard) in line
+
+
+def test_a_missing_shard_is_named(refused, base, tmp_path):
+    folder = copied(base, tmp_path)
+    names = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    (folder / "model.safetensors").rename(folder / names[0])
+    index = {"metadata": {}, "weight_map": {"model.norm.weight": names[0], "x": names[1]}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert names[1] in refused(model=folder)
+
+
+def test_pickled_weights_are_not_opened(refused, base, tmp_path):
+    folder = copied(base, tmp_path)
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(b"\x80\x04")
+    line = refused(model=folder)
+    assert line.startswith("error[environment/trust]") and "pytorch_model.bin" in line
+
+
+def test_a_tensor_of_another_shape_is_named(refused, base, tmp_path):
+    line = refused(model=changed_config(base, tmp_path, intermediate_size=48))
+    assert line.startswith("error[model/tensor]") and "model.layers.0.mlp" in line
+
+
+@pytest.mark.parametrize(
+    ("content", "code", "told"),
+    [
+        ("", "data/empty", "bad.jsonl"),
+        ('{"prompt": "a", "completion": "b"}\n{"prompt": \n', "data/row", "bad.jsonl:2"),
+        ('{"prompt": "a", "completion": "b"}\n[1]\n', "data/row", "bad.jsonl:2"),
+        ('{"messages": [{"role": "nobody", "content": "x"}]}\n', "data/row", "bad.jsonl:1"),
+    ],
+)
+def test_bad_rows_are_named_by_file_and_line(refused, tmp_path, content, code, told):
+    path = tmp_path / "bad.jsonl"
+    path.write_text(content)
+    line = refused(data=path)
+    assert line.startswith(f"error[{code}]") and told in line
+
+
+def test_a_template_that_cannot_be_rendered_is_named(refused, tmp_path):
+    path = tmp_path / "bad.jinja"
+    path.write_text("{% for message in messages %}{{ message.content }")
+    line = refused(flags={"data.chat_template": path})
+    assert str(path) in line
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ({"plan.mesh": "{tp=2}", "plan.tensor": "megatron"}, "plan.mesh.tp = 2"),
+        ({"plan.mesh": "{shard=3}"}, "plan.mesh"),
+        ({"plan.mesh": "{pp=2}"}, "plan.mesh.pp"),
+        ({"plan.on": "8xh100"}, "plan.on = 8xh100"),
+        ({"data.max_tokens": 12}, "data.too_long"),
+        ({"train.adapter": "/nowhere"}, "/nowhere"),
+        ({"train.loss": "no_such_module:loss"}, "train.loss"),
+        ({"train.lora_targets": "['no_such_proj']"}, "no_such_proj"),
+        ({"train.lr": "fast"}, "train.lr"),
+    ],
+)
+def test_a_job_that_cannot_run_says_which_key_and_what_is_legal(refused, flags, told):
+    assert told in refused(flags=flags)
+
+
+def test_a_disk_without_room_is_seen_first(refused, monkeypatch):
+    usage = shutil.disk_usage("/")._replace(free=1000)
+    monkeypatch.setattr(folders.shutil, "disk_usage", lambda _: usage)
+    line = refused()
+    assert line.startswith("error[environment/disk]") and "1000 B are free" in line
+
+
+def test_a_folder_that_holds_a_run_is_not_written_over(refused, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "train.json").write_text("{}")
+    assert f"--resume {tmp_path / 'run'}" in refused()
+
+
+def test_going_on_takes_everything_from_the_run(capsys, tmp_path):
+    assert main(["train", "--resume", str(tmp_path / "run"), "--model", "tiny"]) == 2
+    assert "cannot stand beside --resume" in capsys.readouterr().err
+    assert main(["train", "--resume", str(tmp_path / "none")]) == 2
+    assert "holds no run" in capsys.readouterr().err
