@@ -15,10 +15,19 @@ _PHASE_NAMES = {"F": "forward", "B": "backward", "O": "optimizer"}
 
 
 class MetricsFile:
-    """JSON lines, one object per step or evaluation; written by rank 0, flushed line by line."""
+    """JSON lines, one object per step or evaluation; written by rank 0, flushed line by line.
 
-    def __init__(self, path: Path | None) -> None:
-        self._file = path.open("w", encoding="utf-8") if path is not None else None
+    Args:
+        path: None on other ranks.
+        done_steps: steps of a run that is resumed: their lines stay, later ones are cut off.
+    """
+
+    def __init__(self, path: Path | None, done_steps: int = 0) -> None:
+        self._file = None
+        if path is not None:
+            kept = _lines_up_to(path, done_steps) if done_steps else []
+            self._file = path.open("w", encoding="utf-8")
+            self._file.writelines(kept)
 
     def write(self, **values: Any) -> None:
         """One line."""
@@ -30,6 +39,15 @@ class MetricsFile:
         """No more lines."""
         if self._file is not None:
             self._file.close()
+
+
+def _lines_up_to(path: Path, step: int) -> list[str]:
+    if not path.is_file():
+        return []
+    with path.open(encoding="utf-8") as file:
+        # a process that was killed may have left half a line at the end
+        lines = [line for line in file if line.endswith("}\n")]
+    return [line for line in lines if json.loads(line).get("step", 0) <= step]
 
 
 class StepTrace:

@@ -114,6 +114,13 @@ def start_process(
             dist.destroy_process_group()
 
 
+def rank_here() -> tuple[int, int]:
+    """(rank, number of ranks) of this process, also before it joins the others."""
+    if dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+
+
 def open_store() -> dist.Store:
     """Where the ranks meet; one for the life of this process, as rank 0 may keep it."""
     if "RANK" not in os.environ:

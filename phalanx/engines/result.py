@@ -17,11 +17,17 @@ class TrainResult:
 
     Attributes:
         steps: optimizer steps taken; num_ranks: processes that trained.
-        loss_before, loss_after: held-out loss before the first and after the last step.
+        stopped: why it ended before its last step: "signal", or what a callback or the early stop
+            said; "" otherwise. After a signal nothing is exported: resume from `checkpoint`.
+        loss_before, loss_after: held-out loss before the first and after the last step, of the
+            weights that were exported; None where no rows were held out.
         evaluations: (step, held-out loss), the two above included.
+        best_step: step with the lowest held-out loss.
         num_tokens, num_counted: tokens of all steps; targets among them.
+        num_skipped: steps whose update the guard left out.
         step_s: median wall time of a step, the first one left out.
-        tokens_per_s: num_tokens over the time of all steps (evaluation and loading left out).
+        tokens_per_s, counted_per_s: tokens and targets over the time of the steps that this call
+            took (evaluation and loading left out).
         peak_bytes: sum over processes of the peak resident memory (on CUDA: allocated) while
             training, above what the process held once its libraries were imported.
         baseline_bytes: that level, summed over processes; 0 on CUDA.
@@ -29,25 +35,32 @@ class TrainResult:
             "export".
         samples: {"prompt", "before", "after"}: greedy answers to held-out prompts.
         audit: what became of the rows and tokens of the source.
-        export, adapter, metrics, trace: paths, below the run folder ("" where there is none).
+        export, adapter, gguf, metrics, trace, checkpoint: paths, below the run folder ("" where
+            there is none).
     """
 
     steps: int
     num_ranks: int
-    loss_before: float
-    loss_after: float
+    loss_before: float | None
+    loss_after: float | None
     evaluations: Sequence[Sequence[float]]
     num_tokens: int
     num_counted: int
     step_s: float
     tokens_per_s: float
-    peak_bytes: float
-    baseline_bytes: float
-    seconds: Mapping[str, float]
+    counted_per_s: float = 0.0
+    num_skipped: int = 0
+    best_step: int = 0
+    stopped: str = ""
+    peak_bytes: float = 0.0
+    baseline_bytes: float = 0.0
+    seconds: Mapping[str, float] = field(default_factory=dict)
     samples: Sequence[Mapping[str, str]] = ()
     audit: Mapping[str, int] = field(default_factory=dict)
     export: str = ""
     adapter: str = ""
+    gguf: str = ""
+    checkpoint: str = ""
     metrics: str = ""
     trace: str = ""
 

@@ -10,13 +10,15 @@ from time import process_time
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from phalanx.data.batches import MicroBatch, StepBatch
+from phalanx.engines.guard import Guard
 from phalanx.engines.optim import ShardedAdamW
 from phalanx.engines.trainer_model import TrainModel
+from phalanx.engines.user_loss import LossFunction, user_loss
 from phalanx.ops.dropout import DropoutKey
-from phalanx.ops.loss import counted_cross_entropy
 from phalanx.worlds.torch_log import SpanLog
 
 
@@ -31,12 +33,14 @@ class StepOutcome(NamedTuple):
     """What a step computed.
 
     Attributes:
-        loss, grad_norm: mean loss of the global batch and gradient norm, still on the device.
+        sums: over all ranks, still on the device: mean loss of the global batch, ranks that got a
+            signal to stop, ranks of which a callback asks to stop.
+        grad_norm: before clipping, still on the device.
         cpu_s: processor time of this process, per thread; less than the step's wall time where it
             waited for others or other programs had the cores.
     """
 
-    loss: Tensor
+    sums: Tensor
     grad_norm: Tensor
     cpu_s: float
 
@@ -52,12 +56,22 @@ class TrainStep:
         optimizer: over its trainable parameters.
         device: where the tensors of a batch go.
         seed: of dropout.
+        guard: decides whether an update happens.
+        loss: of the counted positions of a row, instead of cross-entropy.
     """
 
     def __init__(
-        self, model: TrainModel, optimizer: ShardedAdamW, device: torch.device, seed: int
+        self,
+        model: TrainModel,
+        optimizer: ShardedAdamW,
+        device: torch.device,
+        seed: int,
+        *,
+        guard: Guard,
+        loss: LossFunction | None = None,
     ) -> None:
         self.model, self.optimizer, self.device, self.seed = model, optimizer, device, seed
+        self.guard, self.loss = guard, loss
         # two, so that the spans of a step can be read while the next one runs
         self._spans = (SpanLog(device), SpanLog(device))
 
@@ -65,8 +79,14 @@ class TrainStep:
         """When the parts of step `number` ran; kept until step `number + 2`."""
         return self._spans[number % 2]
 
-    def run(self, batch: StepBatch, number: int, lr: float) -> StepOutcome:
-        """One step; nothing is read back from the device."""
+    def run(
+        self, batch: StepBatch, number: int, lr: float, stops: tuple[bool, bool] = (False, False)
+    ) -> StepOutcome:
+        """One step; nothing is read back from the device.
+
+        Args:
+            stops: this rank wants the run to end after this step: by a signal, by a callback.
+        """
         start_s = process_time()
         spans = self.spans(number)
         spans.restart()
@@ -79,10 +99,14 @@ class TrainStep:
             elif work.phase == "B":
                 loss.backward()
             else:
-                self.model.data.finish_step()
-                norm = self.optimizer.step(lr)
-        loss = self.model.data.sum(total)
-        return StepOutcome(loss, norm, (process_time() - start_s) / torch.get_num_threads())
+                self.model.finish_step()
+                norm = self.optimizer.norm()
+                self.optimizer.step(lr, norm=norm, skip=self.guard.skip(norm))
+        # ranks that share the rows of another one (of its tensor group) count once
+        loss = total * float(self.model.counts_loss)
+        sums = torch.stack([loss, *loss.new_tensor(stops).unbind()])
+        dist.all_reduce(sums)
+        return StepOutcome(sums, norm, (process_time() - start_s) / torch.get_num_threads())
 
     def _forward(self, batch: StepBatch, number: int, item: int) -> Tensor:
         self.model.data.begin_item(item, len(batch.micro_batches))
@@ -92,6 +116,7 @@ class TrainStep:
             batch.num_counted_global,
             self.device,
             DropoutKeys(self.seed, number) if self._drops else None,
+            self.loss,
         )
 
     @property
@@ -119,8 +144,9 @@ def row_loss(
     num_counted_global: int,
     device: torch.device,
     dropout: DropoutKeys | None = None,
+    loss: LossFunction | None = None,
 ) -> Tensor:
-    """Sum of the row's target losses over `num_counted_global`."""
+    """Sum of the row's target losses over `num_counted_global`; cross-entropy without `loss`."""
     tokens_S, positions_S, counted_N, targets_N = (
         torch.from_numpy(array).to(device, non_blocking=True)
         for array in (row.tokens_S, row.positions_S, row.counted_N, row.targets_N)
@@ -130,11 +156,14 @@ def row_loss(
         places_S = torch.from_numpy(row.global_tokens_S).to(device, non_blocking=True)
         key = DropoutKey(dropout.seed, dropout.step, places_S)
     hidden_SD = model.decoder(tokens_S, positions_S, row.document_starts, dropout=key)
-    return counted_cross_entropy(
+    if loss is None:
+        return model.loss(hidden_SD, counted_N, targets_N, num_counted_global)
+    return user_loss(
+        loss,
         hidden_SD,
-        model.decoder.head_weight,
+        model.logits,
         counted_N,
         targets_N,
         num_counted_global=num_counted_global,
-        soft_cap=model.decoder.config.logit_soft_cap,
+        vocab_size=model.decoder.config.vocab_size,
     )

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import os
-from pathlib import Path
-
 import pytest
 import torch
-import torch.distributed as dist
 
 from phalanx.data.prepare import DataSettings, prepare
 from phalanx.data.tokenise import train_tokenizer
 from phalanx.engines.run_folder import read_run, write_job
-from phalanx.engines.train import train
 from phalanx.errors import JobError, PlanError, WorldError
 from phalanx.job import load_job
 from phalanx.models.hf import load_decoder, save_folder
@@ -27,70 +21,29 @@ from phalanx.models.spec import (
     small_config,
 )
 from phalanx.ops.loss import counted_cross_entropy
-from phalanx.plan import Plan, Pool, RoleProgram
+from phalanx.plan import Plan
 from phalanx.trace import Trace
-from phalanx.worlds.logged_group import init_logged
-from tests.ranks import current_store, run_ranks
-
-FSDP = {"family": "data", "name": "fsdp"}
-REPLICATE = {"family": "data", "name": "replicate"}
-SMALL = {
-    "model.name": "tiny",
-    "model.dtype": "float32",
-    "model.layers": 2,
-    "model.width": 32,
-    "model.vocabulary": 300,
-    "data.max_tokens": 96,
-    "data.held_out_frac": 0.2,
-    "train.method": "pretrain",
-    "train.steps": 4,
-    "train.warmup_steps": 1,
-    "train.global_batch_tokens": 300,
-    "train.lr": 1e-3,
-    "train.weight_decay": 0.1,
-}
+from tests.engines.train_cases import (
+    FSDP,
+    REPLICATE,
+    SMALL,
+    run_train,
+    train_in,
+    write_pairs,
+)
+from tests.ranks import run_ranks
 
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
-    path = tmp_path_factory.mktemp("data") / "pairs.jsonl"
-    words = "alpha beta gamma delta epsilon zeta eta theta".split()
-    with path.open("w") as file:
-        for index in range(90):
-            answer = " ".join(words[(index * step) % 8] for step in range(1, 3 + index % 5))
-            pair = {"prompt": f"number {index}?", "completion": f"{answer} {index}"}
-            file.write(json.dumps(pair) + "\n")
-    return path
-
-
-def train_in(rank, world_size, folder, flags, mesh, specs, batch):
-    """Train in this process; the result's numbers and the metrics of each step."""
-    os.environ["XDG_CACHE_HOME"] = str(Path(folder).parent / "cache")
-    init_logged("gloo", dist.PrefixStore("logged", current_store()), rank, world_size)
-    job = load_job(None, flags)
-    role = RoleProgram(pool="all", mesh=mesh, specs=specs, batch=batch, device="cpu")
-    pools = {"all": Pool(machine="here", devices=tuple(range(world_size)))}
-    plan = Plan(
-        job="job", job_key=job.result_key, hardware={}, pools=pools, programs={"train": role}
-    )
-    result = train(job, plan, folder)
-    lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()
-    return result, [json.loads(line) for line in lines]
+    return write_pairs(tmp_path_factory.mktemp("data") / "pairs.jsonl")
 
 
 def trained(tmp_path, source, name="run", mesh=None, specs=(FSDP,), batch=None, **flags):
-    """The result of rank 0."""
-    mesh = mesh or {"shard": 1}
-    world_size = 1
-    for size in mesh.values():
-        world_size *= size
+    """The result of rank 0, and the folder of the run."""
+    flags = {"data.source": str(source)} | {k.replace("__", "."): v for k, v in flags.items()}
     folder = tmp_path / name
-    folder.mkdir()
-    flags = (
-        SMALL | {"data.source": str(source)} | {k.replace("__", "."): v for k, v in flags.items()}
-    )
-    args = (str(folder), flags, mesh, list(specs), batch or {})
-    return run_ranks(train_in, world_size, *args, backend=None)[0], folder
+    return run_train(folder, flags, mesh, specs, batch=batch or {}), folder
 
 
 def losses(metrics):
@@ -256,9 +209,8 @@ def expect_error(rank, world_size, kind, *args):
 @pytest.mark.parametrize(
     ("flags", "kind", "told"),
     [
-        ({"train.lr": 1e30, "train.clip_norm": 0.0}, WorldError, "is not finite any more"),
-        ({"data.held_out_frac": 0.0}, JobError, "nothing can be evaluated"),
-        ({"train.method": "lora"}, PlanError, "'tiny' has no weights to adapt"),
+        ({"train.lr": 1e30, "train.clip_norm": 0.0}, WorldError, "is not finite"),
+        ({"train.method": "lora"}, PlanError, "'tiny' has no weights to start from"),
         ({"model.name": "toy"}, PlanError, "nearest legal values: tiny"),
         ({"model.name": "no-such-model"}, JobError, "no-such-model: is no folder"),
         ({"data.max_tokens": 12}, JobError, "set data.too_long"),

@@ -1,0 +1,159 @@
+"""What a training run works with: model, samples, optimizer, guard, checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import lcm
+from pathlib import Path
+from typing import Any
+
+from phalanx.cost.training import counted_weight, row_multiple
+from phalanx.data.batches import SampleStream, num_steps
+from phalanx.data.prepare import Prepared
+from phalanx.engines.callbacks import Callback
+from phalanx.engines.checkpoint import Checkpoints, Progress
+from phalanx.engines.evaluate import HeldOut
+from phalanx.engines.guard import Guard
+from phalanx.engines.operator_profile import OperatorProfile
+from phalanx.engines.optim import ShardedAdamW
+from phalanx.engines.process import Process
+from phalanx.engines.schedule import learning_rate
+from phalanx.engines.trainer_model import TrainModel, build_model
+from phalanx.engines.trainer_step import TrainStep
+from phalanx.engines.user_loss import load_loss
+from phalanx.engines.weight_check import WeightCheck
+from phalanx.errors import WorldError
+from phalanx.job import Job
+from phalanx.models.source import ModelSource
+from phalanx.plan import RoleProgram
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a run is made from.
+
+    Attributes:
+        resume: a checkpoint to go on from; True: the newest of the run folder; None: a new run.
+    """
+
+    job: Job
+    role: RoleProgram
+    source: ModelSource
+    data: Prepared
+    folder: Path
+    callbacks: Sequence[Callback]
+    resume: str | Path | bool | None
+
+
+class Parts:
+    """All that a run needs for its steps; every rank makes its own.
+
+    Args:
+        on_saved: hears of a checkpoint that is complete: its progress, its kind, where it is.
+        on_not_saved: hears of one that could not be written.
+
+    Attributes:
+        num_steps: of the whole run.
+        weights: compares replicas.
+        rows: how samples become rows of this rank, as `data.batches.step_batch` takes it.
+    """
+
+    def __init__(
+        self,
+        inputs: Inputs,
+        process: Process,
+        on_saved: Callable[[Progress, str, Path], None],
+        on_not_saved: Callable[[WorldError], None],
+    ) -> None:
+        self.inputs, self.process = inputs, process
+        train, device = inputs.job.train, process.device
+        self.model: TrainModel = build_model(inputs.job, inputs.role, inputs.source, process)
+        self.weights = WeightCheck(self.model.decoder, process)
+        self.stream = SampleStream(inputs.data.train, train.seed)
+        self.num_steps = train.steps
+        if train.epochs:
+            self.num_steps = num_steps(self.stream, train.epochs, train.global_batch_tokens)
+        self.rows = self._rows()
+        self.held_out = HeldOut(
+            inputs.data.held_out,
+            self.model,
+            device,
+            seed=train.seed,
+            max_rows=train.eval_rows,
+            rows=self.rows,
+        )
+        self.optimizer = ShardedAdamW(
+            self.model.decoder.named_parameters(),
+            weight_decay=train.weight_decay,
+            clip_norm=train.clip_norm,
+            betas=(train.beta1, train.beta2),
+        )
+        self.guard = Guard(
+            device,
+            on_nonfinite=train.on_nonfinite,
+            spike_factor=train.spike_factor,
+            on_spike=train.on_spike,
+        )
+        self.stepper = TrainStep(
+            self.model,
+            self.optimizer,
+            device,
+            train.seed,
+            guard=self.guard,
+            loss=load_loss(train.loss) if train.loss else None,
+        )
+        units = {unit.name: unit.module for unit in self.model.data.units if unit.name}
+        self.profile = OperatorProfile(process.rank, units, device)
+        self.checkpoints = self._checkpoints(on_saved, on_not_saved)
+
+    def learning_rate(self, number: int) -> float:
+        """Of a step."""
+        train = self.inputs.job.train
+        return learning_rate(
+            number,
+            schedule=train.schedule,
+            peak=train.lr,
+            warmup_steps=train.warmup_steps,
+            num_steps=self.num_steps,
+            final_frac=train.final_lr_frac,
+            decay_frac=train.decay_frac,
+        )
+
+    def answers(self) -> list[list[int]]:
+        """Greedy answers to some held-out rows, as tokens; none where nothing is held out."""
+        eos_tokens = self.inputs.source.config.eos_tokens
+        return self.held_out.answers(eos_tokens) if self.held_out else []
+
+    def _rows(self) -> dict[str, Any]:
+        batch, device = self.inputs.role.batch, self.inputs.role.device
+        multiple = int(batch.get("row_multiple", row_multiple(device)))
+        return {
+            "row_tokens": max(self.inputs.data.longest, int(batch.get("row_tokens", 0))),
+            "num_ranks": self.model.data.num_ranks,
+            "rank": self.model.data.rank,
+            "counted_weight": counted_weight(self.inputs.source.config),
+            "row_multiple": lcm(multiple, self.model.row_multiple),
+        }
+
+    def _checkpoints(
+        self,
+        on_saved: Callable[[Progress, str, Path], None],
+        on_failure: Callable[[WorldError], None],
+    ) -> Checkpoints:
+        job = self.inputs.job
+        sections = job.to_dict()
+        del sections["plan"]
+        checkpoints = Checkpoints(
+            self.inputs.folder / "checkpoints",
+            self.model,
+            self.optimizer,
+            self.process,
+            keep=job.plan.keep_checkpoints,
+            job_key=job.result_key,
+            sections=sections,
+            on_saved=on_saved,
+            on_failure=on_failure,
+        )
+        checkpoints.require_space(with_best=job.train.keep_best)
+        return checkpoints
