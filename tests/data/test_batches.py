@@ -139,3 +139,96 @@ def test_whole_pass_covers_every_sample_once():
     ]
     seen = [c for part in parts for each in part.micro_batches for c in each.samples]
     assert sorted(seen) == list(range(len(LENGTHS)))
+
+
+def one_by_one(stream, start, num_tokens):
+    """Where a step ends, from its definition."""
+    counter, total = start, 0
+    while True:
+        total += stream.length(counter)
+        if total > num_tokens and counter > start:
+            return counter
+        counter += 1
+        if total >= num_tokens:
+            return counter
+
+
+@given(
+    lengths=st.lists(st.integers(2, 40), min_size=1, max_size=12),
+    start=st.integers(0, 50),
+    num_tokens=st.integers(1, 400),
+)
+@settings(max_examples=100, deadline=None)
+def test_a_step_takes_as_many_as_fit_across_epochs(lengths, start, num_tokens):
+    stream = batches.SampleStream(make_samples(lengths))
+    end = stream.step_end(start, num_tokens)
+    assert end == one_by_one(stream, start, num_tokens)
+    counters = range(start, end)
+    assert stream.indices(counters).tolist() == [stream.index(at) for at in counters]
+    assert stream.lengths(counters).tolist() == [stream.length(at) for at in counters]
+    assert stream.counted(counters).tolist() == [stream.num_counted(at) for at in counters]
+
+
+def run(stream, start, num_steps, num_ranks, **options):
+    """Counters of each step on this world, and where the next one starts."""
+    steps = []
+    for _ in range(num_steps):
+        parts = [
+            batches.step_batch(stream, start, num_ranks=num_ranks, rank=rank, **options)
+            for rank in range(num_ranks)
+        ]
+        seen = [c for part in parts for each in part.micro_batches for c in each.samples]
+        assert len({part.next_sample for part in parts}) == 1
+        steps.append(sorted(seen))
+        start = parts[0].next_sample
+    return steps, start
+
+
+@given(
+    lengths=st.lists(st.integers(2, 40), min_size=2, max_size=25),
+    worlds=st.lists(st.tuples(st.integers(1, 6), st.integers(0, 4)), min_size=1, max_size=5),
+    batch=st.integers(20, 120),
+    rows=st.lists(st.integers(40, 90), min_size=5, max_size=5),
+    seed=st.integers(0, 3),
+)
+@settings(max_examples=60, deadline=None)
+def test_a_run_that_changes_its_world_sees_the_samples_of_one_that_does_not(
+    lengths, worlds, batch, rows, seed
+):
+    num_steps = sum(steps for _, steps in worlds)
+    stream = batches.SampleStream(make_samples(lengths), seed)
+    whole, _ = run(stream, 0, num_steps, 1, global_batch_tokens=batch, row_tokens=90)
+    resumed, start = [], 0
+    for (num_ranks, steps), row in zip(worlds, rows):
+        fresh = batches.SampleStream(make_samples(lengths), seed)  # as a new process has it
+        options = {"global_batch_tokens": batch, "row_tokens": row}
+        part, start = run(fresh, start, steps, num_ranks, **options)
+        resumed += part
+    assert resumed == whole
+    assert [c for step in resumed for c in step] == list(range(start))
+
+
+@pytest.mark.parametrize("epochs", [0.3, 1.0, 2.5])
+def test_steps_of_epochs_see_every_sample_so_often(epochs):
+    stream = batches.SampleStream(make_samples(LENGTHS))
+    number = batches.num_steps(stream, epochs, 30)
+    steps, end = run(stream, 0, number, 2, global_batch_tokens=30, row_tokens=40)
+    wanted = epochs * len(LENGTHS)
+    assert steps[-1][0] < wanted <= end
+    with pytest.raises(JobError, match="must be above 0"):
+        batches.num_steps(stream, 0.0, 30)
+
+
+def test_very_many_documents_are_dealt_without_looking_at_every_row(monkeypatch):
+    rng = np.random.default_rng(1)
+    lengths = np.clip(rng.lognormal(5, 0.8, 3000).astype(int), 8, 1024).tolist()
+    work = [n * (1 + 0.5 * (at % 3)) for at, n in enumerate(lengths)]
+    by_work = batches.deal(lengths, work, row_tokens=1024, num_ranks=4)
+    monkeypatch.setattr(batches, "_MANY", 100)
+    many = batches.deal(lengths, work, row_tokens=1024, num_ranks=4)
+    for rows in (by_work, many):
+        assert sorted(index for row in rows for index in row) == list(range(3000))
+        assert max(sum(lengths[index] for index in row) for row in rows) <= 1024
+        assert len(rows) <= 1.02 * sum(lengths) / 1024 + 4
+        ranks = [sum(work[i] for row in rows[rank::4] for i in row) for rank in range(4)]
+        assert max(ranks) < 1.02 * min(ranks)
