@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -31,6 +31,8 @@ from phalanx.errors import JobError, nearest_names
 
 if TYPE_CHECKING:
     from phalanx.engines.trainer_model import TrainModel
+
+MAPPED_BYTES = 1 << 27
 
 
 def restore(
@@ -197,27 +199,49 @@ def _flat(sections: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
+class _Piece(NamedTuple):
+    """A part of a stored slice, where it stands there and where in this rank's tensor."""
+
+    name: str
+    stored: tuple[slice, ...]
+    held: tuple[slice, ...]
+    num_bytes: int
+
+
 @torch.no_grad()
 def read_slices(
     path: Path, entries: Mapping[str, Entry], stored: Mapping[str, StoredTensor]
 ) -> None:
     """Fill what this rank holds of each tensor, file by file, one overlap at a time."""
-    wanted: dict[str, list[tuple[str, Slice]]] = {}
-    for name in entries:
+    wanted: dict[str, list[_Piece]] = {}
+    for name, entry in entries.items():
         for each in stored[name].slices:
-            wanted.setdefault(each.file, []).append((name, Slice(each.offset, each.shape)))
+            source = Slice(each.offset, each.shape)
+            if (overlap := source.overlap(entry.held)) is not None:
+                num_bytes = overlap.num_elements * entry.tensor.element_size()
+                places = overlap.within(source), overlap.within(entry.held)
+                wanted.setdefault(each.file, []).append(_Piece(name, *places, num_bytes))
     for file, pieces in sorted(wanted.items()):
-        mine = [(n, s, o) for n, s in pieces if (o := s.overlap(entries[n].held)) is not None]
-        if not mine:
-            continue
         try:
-            with safe_open(path / file, "pt") as reader:
-                for name, source, overlap in mine:
-                    value = _read(reader, name, overlap.within(source))
-                    held = entries[name].held
-                    entries[name].local[overlap.within(held)].copy_(value)
+            for batch in _batches(pieces):
+                with safe_open(path / file, "pt") as reader:
+                    for piece in batch:
+                        value = _read(reader, piece.name, piece.stored)
+                        entries[piece.name].local[piece.held].copy_(value)
         except SafetensorError as error:
             raise damaged(path, f"{file} cannot be read: {error}") from error
+
+
+def _batches(pieces: Sequence[_Piece]) -> Iterator[list[_Piece]]:
+    """What is read before the file is opened again: its pages stay in memory until then."""
+    batch: list[_Piece] = []
+    for piece in pieces:
+        batch.append(piece)
+        if sum(each.num_bytes for each in batch) >= MAPPED_BYTES:
+            yield batch
+            batch = []
+    if batch:
+        yield batch
 
 
 def _read(reader: safe_open, name: str, index: Sequence[slice]) -> Tensor:

@@ -87,8 +87,10 @@ class Checkpoints:
     def predicted_bytes(self, *, with_best: bool = False) -> int:
         """Disk space of all checkpoints at their most: one more than are kept, while one is
         written."""
-        best = 2 * predicted_bytes(self.optimizer, with_optimizer=False) if with_best else 0
-        return (self.keep + 1) * predicted_bytes(self.optimizer) + best
+        num_ranks = self.process.world_size
+        best = predicted_bytes(self.optimizer, num_ranks, with_optimizer=False)
+        whole = predicted_bytes(self.optimizer, num_ranks)
+        return (self.keep + 1) * whole + (2 * best if with_best else 0)
 
     def require_space(self, *, with_best: bool = False) -> None:
         """Compare `predicted_bytes` with the disk before the first step; all ranks call it.
@@ -102,7 +104,8 @@ class Checkpoints:
         """Take a snapshot and return; a thread writes it. All ranks call it after the same step.
 
         Args:
-            name: "best" keeps weights only, and one of its kind; others cannot be gone on from.
+            progress: as JSON can hold it.
+            name: "best" keeps weights only, and one of its kind; training cannot go on from it.
 
         Raises:
             WorldError: of an earlier save, as `on_failure` says.

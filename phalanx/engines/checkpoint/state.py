@@ -12,6 +12,8 @@ from phalanx.engines.checkpoint.manifest import OPTIMIZER, WEIGHTS
 from phalanx.engines.checkpoint.slices import Slice, local_part, slice_of
 from phalanx.engines.optim import ShardedAdamW
 
+NAMED_BYTES = 256  # of a slice in a header and in the manifest, about
+
 
 @dataclass(frozen=True)
 class Entry:
@@ -48,11 +50,12 @@ def optimizer_entries(optimizer: ShardedAdamW) -> dict[str, Entry]:
     }
 
 
-def predicted_bytes(optimizer: ShardedAdamW, *, with_optimizer: bool = True) -> int:
-    """Of one checkpoint of all ranks together, without headers and the manifest."""
-    copies = 3 if with_optimizer else 1
+def predicted_bytes(optimizer: ShardedAdamW, num_ranks: int, *, with_optimizer: bool = True) -> int:
+    """Of one checkpoint of all ranks together; headers and the manifest are estimated."""
     tensors = optimizer.named_parameters.values()
-    return copies * sum(each.numel() * each.element_size() for each in tensors)
+    values = sum(each.numel() * each.element_size() for each in tensors)
+    copies, kinds = (3, 4) if with_optimizer else (1, 1)
+    return copies * values + kinds * len(tensors) * (num_ranks + 1) * NAMED_BYTES
 
 
 class Staging:
