@@ -235,6 +235,7 @@ def device_mesh(device_type: str, mesh: Mesh) -> DeviceMesh:
         JobError: `mesh/product` unless the mesh has as many ranks as the default group.
     """
     mesh.require_devices(dist.get_world_size())
+    torch_private.forget_meshes()
     me, mine = dist.get_rank(), []
     for axis in mesh.names:
         for ranks in mesh.groups(axis):

@@ -3,11 +3,13 @@
 Everything here may change with a torch release; the rest of `worlds` uses public names only.
 - process groups made by hand: `ProcessGroup._register_backend`, `_set_default_backend`;
 - plug-in backends that return a whole ProcessGroup: `Backend.register_backend`;
-- batched point-to-point on groups that are subclasses: `distributed_c10d._coalescing_manager`.
+- batched point-to-point on groups that are subclasses: `distributed_c10d._coalescing_manager`;
+- what DTensor remembers of meshes: `debug._clear_sharding_prop_cache`, `_gen_transform_infos`.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import wraps
@@ -28,6 +30,20 @@ class DeviceBackend(NamedTuple):
     devices: tuple[str, ...]
     type: Any
     backend: Any
+
+
+def forget_meshes() -> None:
+    """Empty DTensor's caches, whose results hold meshes.
+
+    Meshes of equal shape are equal to torch, so after a default group has ended and another has
+    begun, a cached result would bring the ended groups back ("Could not resolve the process
+    group").
+    """
+    if "torch.distributed.tensor" in sys.modules:
+        from torch.distributed.tensor import _redistribute, debug
+
+        debug._clear_sharding_prop_cache()
+        _redistribute._gen_transform_infos.cache_clear()
 
 
 def require_kind(kind: str) -> None:

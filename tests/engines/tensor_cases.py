@@ -93,11 +93,10 @@ def rows_of(case: Case, step: int) -> list[MicroBatch]:
 
 
 def _row(draw, lengths: tuple[int, ...], place: int, vocab_size: int) -> MicroBatch:
-    tokens_S = draw.integers(0, vocab_size, sum(lengths))
+    tokens_S = np.concatenate([draw.integers(0, vocab_size, length) for length in lengths])
     starts = tuple(np.cumsum((0, *lengths[:-1])).tolist())
-    ends = {start + length - 1 for start, length in zip(starts, lengths)}
-    counted_N = np.array([at for at in range(len(tokens_S) - 1) if at not in ends and at % 3])
-    counted_N = counted_N.astype(np.int64)
+    counted = [s + at for s, n in zip(starts, lengths) for at in range(n - 1) if at % 3 != 1]
+    counted_N = np.array(counted, dtype=np.int64)
     return MicroBatch(
         tokens_S=tokens_S,
         document_starts=starts,
@@ -112,10 +111,11 @@ def num_counted(case: Case, step: int) -> int:
     return sum(len(row.counted_N) for row in rows_of(case, step))
 
 
-def hidden_of(decoder: Decoder, row: MicroBatch, key: tuple[int, int] | None) -> Tensor:
-    tokens_S, positions_S, places_S = (
-        torch.from_numpy(array) for array in (row.tokens_S, row.positions_S, row.global_tokens_S)
-    )
+def hidden_of(
+    decoder: Decoder, row: MicroBatch, key: tuple[int, int] | None, device: str = "cpu"
+) -> Tensor:
+    arrays = (row.tokens_S, row.positions_S, row.global_tokens_S)
+    tokens_S, positions_S, places_S = (torch.from_numpy(array).to(device) for array in arrays)
     dropout = None if key is None else DropoutKey(*key, places_S)
     return decoder(tokens_S, positions_S, row.document_starts, dropout=dropout)
 
@@ -133,9 +133,12 @@ def train_cases(rank: int, world_size: int, cases: Sequence[Case]) -> list[Outco
     return [train_bound(rank, world_size, case) for case in cases]
 
 
-def build(rank: int, world_size: int, case: Case) -> TrainModel:
+def cpu_process(rank: int, world_size: int, case: Case) -> Process:
     mesh = device_mesh("cpu", Mesh(dict(case.mesh)))
-    process = Process(rank, world_size, torch.device("cpu"), mesh)
+    return Process(rank, world_size, torch.device("cpu"), mesh)
+
+
+def build(case: Case, process: Process) -> TrainModel:
     flags = {"model.name": "tiny", "data.source": "none", "train.method": case.method}
     flags |= {"train.seed": SEED, "model.dtype": case.config.dtype}
     if case.lora:
@@ -152,7 +155,7 @@ def build(rank: int, world_size: int, case: Case) -> TrainModel:
 
 
 def train_bound(rank: int, world_size: int, case: Case) -> Outcome:
-    model = build(rank, world_size, case)
+    model = build(case, cpu_process(rank, world_size, case))
     optimizer = ShardedAdamW(model.decoder.named_parameters(), weight_decay=DECAY, clip_norm=CLIP)
     losses, norms = [], []
     for step in range(case.steps):
@@ -169,10 +172,12 @@ def train_bound(rank: int, world_size: int, case: Case) -> Outcome:
     return Outcome(losses, norms, dict(model.whole_trainable()))
 
 
-def bound_loss(model: TrainModel, case: Case, row: MicroBatch, step: int) -> Tensor:
+def bound_loss(
+    model: TrainModel, case: Case, row: MicroBatch, step: int, device: str = "cpu"
+) -> Tensor:
     row = row.extended(model.row_multiple)
-    hidden_SD = hidden_of(model.decoder, row, dropout_key(case, step))
-    counted_N, targets_N = (torch.from_numpy(x) for x in (row.counted_N, row.targets_N))
+    hidden_SD = hidden_of(model.decoder, row, dropout_key(case, step), device)
+    counted_N, targets_N = (torch.from_numpy(x).to(device) for x in (row.counted_N, row.targets_N))
     return model.loss(hidden_SD, counted_N, targets_N, num_counted(case, step))
 
 

@@ -1,0 +1,75 @@
+"""`train` on meshes with a tensor axis: losses, norms, answers and exports of one process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from phalanx.data.tokenise import train_tokenizer
+from phalanx.models.hf import save_folder
+from phalanx.models.parameters import initial_values
+from phalanx.models.spec import canonical_tensors, small_config
+from tests.engines.tensor_cases import MEGATRON, REPLICATE, SEQUENCE
+from tests.engines.train_cases import FSDP, run_train, write_pairs
+
+TOKENS_SPLIT = {"shard": 2, "tp": 2}, (FSDP, SEQUENCE)
+HYBRID = {"replicate": 2, "shard": 1, "tp": 2}, (FSDP, REPLICATE, MEGATRON)
+LAYOUTS = {
+    "pretrain": {"tp 2": ({"tp": 2}, (MEGATRON,)), "hybrid": HYBRID},
+    "lora": {"tp 2": ({"shard": 1, "tp": 2}, (FSDP, MEGATRON)), "tokens split": TOKENS_SPLIT},
+}
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    return str(write_pairs(tmp_path_factory.mktemp("data") / "pairs.jsonl"))
+
+
+@pytest.fixture(scope="module")
+def base_folder(tmp_path_factory):
+    root = tmp_path_factory.mktemp("model")
+    tokenizer = train_tokenizer(["alpha beta gamma number 1 2 3"] * 3, 280, root / "tokenizer")
+    config = small_config(
+        vocab_size=291, hidden_size=24, intermediate_size=40, num_layers=3, num_heads=4,
+        num_kv_heads=1, head_dim=8, window=16, dtype="float32",
+    )  # fmt: skip
+    values = initial_values(3, canonical_tensors(config).values())
+    return str(save_folder(root / "base", config, values, extras_from=tokenizer))
+
+
+def numbers(metrics):
+    """Losses of steps and evaluations, then gradient norms."""
+    losses = [line["loss"] for line in metrics if line["kind"] in ("step", "evaluate")]
+    return torch.tensor([*losses, *(x["grad_norm"] for x in metrics if x["kind"] == "step")])
+
+
+def answers(result):
+    return [(sample["before"], sample["after"]) for sample in result.samples]
+
+
+def exported(folder):
+    return load_file(folder / "export" / "model.safetensors")
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("method", LAYOUTS)
+def test_a_tensor_axis_changes_nothing(tmp_path, source, base_folder, method):
+    flags = {"data.source": source, "train.lr": 1e-3}
+    if method == "lora":
+        flags |= {"model.name": base_folder, "train.method": "lora", "train.lora_rank": 3}
+        flags |= {"train.lora_alpha": 12.0, "train.lora_dropout": 0.2, "train.weight_decay": 0.0}
+    else:
+        flags |= {"model.width": 64}  # two query heads, one key and value head
+    result, metrics = run_train(tmp_path / "one", flags)
+    expected, weights = numbers(metrics), exported(tmp_path / "one")
+    for name, (mesh, specs) in LAYOUTS[method].items():
+        folder = tmp_path / name.replace(" ", "")
+        other, metrics = run_train(folder, flags, mesh, specs)
+        torch.testing.assert_close(numbers(metrics), expected, rtol=1e-5, atol=0.0, msg=name)
+        assert answers(other) == answers(result), name
+        assert other.num_tokens == result.num_tokens
+        found = exported(folder)
+        assert found.keys() == weights.keys()
+        for weight, value in weights.items():
+            torch.testing.assert_close(found[weight], value, rtol=0.0, atol=2e-5, msg=weight)
