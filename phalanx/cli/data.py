@@ -223,14 +223,14 @@ def _reasons(prepared: Prepared) -> list[tuple[str, str, int, int]]:
 
 def _show_account(prepared: Prepared) -> None:
     audit = prepared.audit
-    lines = [
+    lines: list[tuple[str, int | str, int | str]] = [
         ("in", audit.rows_in, audit.tokens_in),
         ("trained (counted)", "", audit.tokens_trained),
         ("masked (context)", "", audit.tokens_masked),
         ("dropped", audit.rows_dropped, audit.tokens_dropped),
         ("held out", audit.rows_held_out, audit.tokens_held_out),
     ]
-    optional = [
+    optional: list[tuple[str, int | str, int | str]] = [
         ("held out, dropped", "", audit.tokens_held_out_dropped),
         ("beyond data.max_rows", audit.rows_beyond_max, ""),
     ]

@@ -8,6 +8,7 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import IO
 
 from phalanx.data.limits import TOO_LONG, Cut, DataSettings, cut_row
 from phalanx.data.rows import Example
@@ -45,7 +46,9 @@ def collect(folder: Path, settings: DataSettings, tokenizer: TextTokenizer) -> A
 class _Collector:
     """Decides on rows one after another and counts."""
 
-    def __init__(self, settings: DataSettings, writers: dict[str, PartWriter], dropped) -> None:
+    def __init__(
+        self, settings: DataSettings, writers: dict[str, PartWriter], dropped: IO[str]
+    ) -> None:
         self.settings, self.writers, self._dropped = settings, writers, dropped
         self._held_out_below = int(settings.held_out_frac * 2**_KEY_BITS)
         if settings.held_out_source:
@@ -186,7 +189,8 @@ def _at_most(settings: DataSettings) -> tuple[Iterable[Example], int]:
     """
     if not settings.max_rows:
         return read_examples(settings.source), 0
-    num_rows, largest = 0, []  # the max_rows smallest marks, negated: a heap of the largest
+    num_rows = 0
+    largest: list[int] = []  # the max_rows smallest marks, negated: a heap of the largest
     for example in distinct(read_examples(settings.source)):
         num_rows += 1
         heapq.heappush(largest, -_mixed(example.key, 0))

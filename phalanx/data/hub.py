@@ -11,6 +11,7 @@ import re
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from phalanx.data.readers import READERS
 from phalanx.errors import JobError, nearest_names
@@ -50,7 +51,8 @@ def _fetch(source: str, repository: str, path: str) -> tuple[list[str], Path]:
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError
 
-    no_connection = HfHubHTTPError.__bases__[0]  # of the HTTP library that this release uses
+    # of the HTTP library that this release uses
+    no_connection: type[Any] = HfHubHTTPError.__bases__[0]
     try:
         listed = HfApi().dataset_info(repository).siblings or []
         chosen = choose([each.rfilename for each in listed], source, path)

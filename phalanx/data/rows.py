@@ -145,14 +145,12 @@ def _turn(turn: Any, at: str) -> Message:
     if not isinstance(turn, Mapping):
         raise JobError("data/row", at, shown(turn), "must be a turn with a role and content")
     given = {name: value for name, value in turn.items() if value is not None}
-    if "from" in given and "role" not in given:
-        role = _SHAREGPT.get(given.pop("from")) if isinstance(given["from"], str) else None
-        content, named = given.pop("value", None), (f"{at}.from", turn["from"], _SHAREGPT)
-    else:
-        role, content = given.pop("role", None), given.pop("content", None)
-        named = (f"{at}.role", role, ROLES)
-    if not isinstance(role, str) or role not in ROLES:
-        raise JobError("data/row", named[0], shown(named[1]), "is no role", legal=named[2])
+    keys = ("from", "value") if "from" in given and "role" not in given else ("role", "content")
+    legal = _SHAREGPT if keys[0] == "from" else {role: role for role in ROLES}
+    named, content = given.pop(keys[0], None), given.pop(keys[1], None)
+    role = legal.get(named) if isinstance(named, str) else None
+    if role is None:
+        raise JobError("data/row", f"{at}.{keys[0]}", shown(named), "is no role", legal=legal)
     learnt = _weight(given.pop("weight", 1), at)
     calls = given.get("tool_calls")
     if calls:
