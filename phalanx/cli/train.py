@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from phalanx.engines.placed import Placed
     from phalanx.engines.whole.train_job import Asked, Trained
 
-_INTERRUPTED = 130
-
 
 def register(app: typer.Typer) -> None:
     """Add the verb."""
@@ -133,29 +131,17 @@ def _again(
 def _run(ask: Callable[[], Asked], place: Placed | None) -> Trained | None:
     """Train; the finished run, None on ranks that have nothing to say."""
     live = sys.stderr.isatty()
-    asked: Asked | None = None
+    if place is None:
+        from phalanx.engines.whole.train_job import train as train_here
 
-    def ask_once() -> Asked:
-        nonlocal asked
-        asked = ask()
-        return asked
+        return train_here(ask(), progress, live=live)
+    place.adopt(os.environ)
+    from phalanx.engines.whole.rank_job import RankZeroFailed, train_as_rank
 
     try:
-        if place is None:
-            from phalanx.engines.whole.train_job import train as train_here
-
-            return train_here(ask_once(), progress, live=live)
-        place.adopt(os.environ)
-        from phalanx.engines.whole.rank_job import RankZeroFailed, train_as_rank
-
-        try:
-            return train_as_rank(place, ask_once, progress, live=live)
-        except RankZeroFailed as failed:
-            raise typer.Exit(failed.exit_code) from None
-    except KeyboardInterrupt:
-        if asked is not None:
-            progress(f"stopped; go on with: phalanx train --resume {asked.folder}")
-        raise typer.Exit(_INTERRUPTED) from None
+        return train_as_rank(place, ask, progress, live=live)
+    except RankZeroFailed as failed:
+        raise typer.Exit(failed.exit_code) from None
 
 
 def _show(done: Trained) -> None:

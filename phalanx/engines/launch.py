@@ -30,7 +30,10 @@ GRACE_S = 5.0  # for the others to end by themselves once a rank has failed
 _TAIL_LINES = 12
 _STACKS_S = 1.0  # for ranks to write their stacks
 # Of an outer launcher; ranks that saw them would look for its store.
-_OUTER = ("TORCHELASTIC_", "GROUP_", "ROLE_", "SLURM_", "PMI", "OMPI_", "ACCELERATE_")
+_OUTER = (
+    *("TORCHELASTIC_", "SLURM_", "PMI_", "PMIX_", "OMPI_"),
+    *("GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME"),
+)
 # gloo asks the name server who 127.0.0.1 is at each connection; one that is silent costs 5 s
 RESOLVER = {"RES_OPTIONS": "timeout:1 attempts:1"}
 

@@ -160,7 +160,7 @@ def test_a_run_that_is_told_to_stop_saves_and_goes_on_later(place, number):
     process.send_signal(number)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130, err
-    assert f"stopped; go on with: phalanx train --resume {place / name}" in err
+    assert f"; go on with: phalanx train --resume {place / name}" in err
     assert list((place / name / "checkpoints").iterdir())
     done = steps_of(place / name)
     assert 1 <= done < LONG["train.steps"]

@@ -18,18 +18,17 @@ class Progress:
 
     Args:
         say: prints a whole line.
-        num_steps: of the run, until its events say better.
         live: redraw one line on stderr; otherwise a line every 15 s.
 
     Attributes:
-        stopped: the event that said that the run stopped early, or {}.
+        interrupted: the event that said that a signal stopped the run, or {}.
     """
 
-    def __init__(self, say: Callable[[str], None], num_steps: int, live: bool) -> None:
-        self._say, self._num_steps, self._live = say, num_steps, live
+    def __init__(self, say: Callable[[str], None], live: bool) -> None:
+        self._say, self._live = say, live
         self._drawn = False
         self._said_s = float("-inf")
-        self.stopped: Mapping[str, Any] = {}
+        self.interrupted: Mapping[str, Any] = {}
 
     def __enter__(self) -> Progress:
         return self
@@ -49,18 +48,23 @@ class Progress:
         elif kind in ("log", "warning"):
             self._line(("warning: " if kind == "warning" else "") + str(event["text"]))
         elif kind == "stopped":
-            self.stopped = event
+            self._stopped(event)
+
+    def _stopped(self, event: Mapping[str, Any]) -> None:
+        if event["reason"] == "signal":
+            self.interrupted = event
+        else:
+            self._line(f"stopped after step {event['step']}: {event['reason']}")
 
     def _step(self, event: Mapping[str, Any]) -> None:
-        step, num_steps = event["step"], event.get("num_steps", self._num_steps)
+        step, num_steps = event["step"], event["num_steps"]
         parts = [
             f"step {step}/{num_steps}",
             f"loss {event['loss']:.4f}",
-            f"{event['counted_tokens'] / event['step_s']:.0f} counted tokens/s",
+            f"{event['counted_tokens_per_s']:.0f} counted tokens/s",
             f"{_clock((num_steps - step) * event['step_s'])} left",
+            format_bytes(event["memory_bytes"]),
         ]
-        if "memory_bytes" in event:
-            parts.append(format_bytes(event["memory_bytes"]))
         text = "  ".join(parts)
         if self._live:
             width = shutil.get_terminal_size((80, 24)).columns - 1

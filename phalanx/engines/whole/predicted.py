@@ -38,6 +38,8 @@ def training_report(name: str, plan: Plan, result: TrainResult) -> Report:
 
 
 def _add_losses(report: Report, result: TrainResult) -> None:
+    if result.loss_before is None:  # no rows were held out
+        return
     unit = "nats/token"
     report.add("training/held-out loss before", result.loss_before, unit, "measured")
     report.add(

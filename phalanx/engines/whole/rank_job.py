@@ -12,17 +12,14 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
-from pathlib import Path
 
 from phalanx.engines.placed import Placed
 from phalanx.engines.process import open_store
-from phalanx.engines.run_folder import read_run
 from phalanx.engines.signs import forget_signs
-from phalanx.engines.train import train
+from phalanx.engines.train import run_rank
 from phalanx.engines.whole.live import Progress
-from phalanx.engines.whole.train_job import Asked, Trained, make_ready, trained
+from phalanx.engines.whole.train_job import Asked, Trained, interrupted, make_ready, trained
 from phalanx.errors import PhalanxError
-from phalanx.planner.here import hardware_here
 
 _KEY = "phalanx/run"
 _PLAN_TIME = timedelta(hours=12)  # of rank 0: a model may have to be fetched, data tokenised
@@ -71,10 +68,10 @@ def train_as_rank(
         raise
     told = {"folder": str(asked.folder.absolute()), "resume": asked.resume}
     store.set(_KEY, json.dumps(told))
-    with Progress(say, asked.job.train.steps, live) as progress:
-        result = train(asked.job, ready.plan, asked.folder, progress.hear)
-    if progress.stopped:
-        raise KeyboardInterrupt
+    with Progress(say, live) as progress:
+        result = run_rank(asked.folder, progress.hear, resume=asked.resume)
+    if progress.interrupted:
+        raise interrupted(progress, asked, say)
     return trained(ready, result)
 
 
@@ -95,7 +92,4 @@ def _awaited(store) -> bytes:
 def _follow(told: dict) -> None:
     if "exit_code" in told:
         raise RankZeroFailed(told["exit_code"])
-    folder = Path(told["folder"])
-    job, plan = read_run(folder)
-    plan.require_here(hardware_here(plan.program("train").grid().size), job.result_key)
-    train(job, plan, folder)
+    run_rank(told["folder"], resume=told["resume"])

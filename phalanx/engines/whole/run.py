@@ -15,8 +15,10 @@ from phalanx.engines.serve.handle import start_server
 from phalanx.engines.whole.processes import run_module
 from phalanx.engines.whole.summary import Summary, write_report
 from phalanx.engines.whole.train_job import Asked, make_ready, train_ready, trained
+from phalanx.errors import JobError
 from phalanx.report import Report
 
+_EXPORTED = "huggingface"
 _PARITY_ROWS, _PARITY_TOKENS = 4, 128
 
 
@@ -53,6 +55,10 @@ class _WholeWay:
     def go(self) -> RunResult:
         """The stages in order; each writes into the run folder."""
         start_s = perf_counter()
+        if _EXPORTED not in self.job.plan.exports:
+            rule = "what is served and compared has to be exported"
+            exports = list(self.job.plan.exports)
+            raise JobError("job/bad-value", "plan.exports", exports, rule, legal=[_EXPORTED])
         ready = make_ready(self.asked, self.say)
         result = train_ready(ready, self.say, live=self.live)
         parity = self._parity(ready.data)

@@ -132,8 +132,7 @@ def _draw_losses(train: TrainResult, folder: Path) -> str:
     steps = [entry for line in lines if (entry := json.loads(line))["kind"] == "step"]
     figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
     axes.plot([e["step"] for e in steps], [e["loss"] for e in steps], label="training", lw=1)
-    at, losses = zip(*train.evaluations)
-    axes.plot(at, losses, "o-", label="held out")
+    axes.plot(*zip(*train.evaluations), "o-", label="held out")
     axes.set(xlabel="optimizer step", ylabel="loss, nats per counted token", ylim=(0, None))
     axes.legend()
     figure.savefig(folder / "loss.png", dpi=120)

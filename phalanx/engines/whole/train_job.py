@@ -21,6 +21,7 @@ from phalanx.engines.run_folder import (
     require_same_result,
     write_job,
 )
+from phalanx.engines.sinks import require_sinks
 from phalanx.engines.whole.live import Progress
 from phalanx.engines.whole.predicted import training_report
 from phalanx.engines.whole.processes import launch_training
@@ -172,6 +173,7 @@ def _require_outcome(asked: Asked, source: ModelSource) -> None:
     job = asked.job
     training_shape(job, source.config, asked.num_ranks)
     lora_of(job, source.config)
+    require_sinks(job.plan.log_to)
     if job.train.loss:
         from phalanx.engines.user_loss import load_loss  # torch, as the loss itself
 
@@ -204,17 +206,30 @@ def train_ready(ready: Ready, say: Callable[[str], None], *, live: bool) -> Trai
     asked = ready.asked
     (asked.folder / FILE_NAME).unlink(missing_ok=True)
     say(f"training on {asked.num_ranks} processes")
-    with Progress(say, asked.job.train.steps, live) as progress:
-        launch_training(
-            asked.folder,
-            asked.num_ranks,
-            progress.hear,
-            hang_s=asked.job.plan.hang_s,
-            resume=asked.resume,
-        )
-    if progress.stopped:
-        raise KeyboardInterrupt
+    with Progress(say, live) as progress:
+        try:
+            launch_training(
+                asked.folder,
+                asked.num_ranks,
+                progress.hear,
+                hang_s=asked.job.plan.hang_s,
+                resume=asked.resume,
+            )
+        except KeyboardInterrupt:
+            raise interrupted(progress, asked, say) from None
+    if progress.interrupted:  # a rank was told by somebody else
+        raise interrupted(progress, asked, say)
     return TrainResult.load(asked.folder)
+
+
+def interrupted(progress: Progress, asked: Asked, say: Callable[[str], None]) -> KeyboardInterrupt:
+    """The end of a run that was told to stop, after saying how to go on with it."""
+    if progress.interrupted:
+        step, again = progress.interrupted["step"], f"phalanx train --resume {asked.folder}"
+        say(f"stopped after step {step}; go on with: {again}")
+    else:
+        say("stopped before a checkpoint could be written")
+    return KeyboardInterrupt()
 
 
 def train(asked: Asked, say: Callable[[str], None] = print, *, live: bool = False) -> Trained:
