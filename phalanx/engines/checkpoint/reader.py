@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from phalanx.engines.checkpoint.agree import Council
 from phalanx.engines.checkpoint.generators import set_generator_states
 from phalanx.engines.checkpoint.manifest import (
+    OPTIMIZER,
     WEIGHTS,
     Manifest,
     StoredTensor,
@@ -72,7 +73,9 @@ def restore(
     entries = weight_entries(optimizer)
     if not weights_only:
         entries |= optimizer_entries(optimizer)
-    stored = {n: t for n, t in manifest.tensors.items() if not weights_only or _is_weight(t)}
+    stored = manifest.tensors
+    if weights_only:
+        stored = {n: t for n, t in stored.items() if not n.startswith(f"{OPTIMIZER}.")}
     _require_same(path, entries, stored)
     read_slices(path, entries, stored)
     for module in model.decoder.modules():
@@ -148,10 +151,6 @@ def _before(path: Path) -> str | None:
 def _with_legal(error: JobError, good: str | None) -> JobError:
     legal = [] if good is None else [good]
     return JobError(error.code, error.where, error.value, error.rule, legal=legal)
-
-
-def _is_weight(tensor: StoredTensor) -> bool:
-    return tensor.slices[0].file.startswith(WEIGHTS)
 
 
 def _require_same(

@@ -130,8 +130,9 @@ def require_whole(name: str, shape: Sequence[int], slices: Sequence[Slice]) -> N
 def _is_whole(shape: tuple[int, ...], slices: tuple[Slice, ...]) -> bool:
     if sum(each.num_elements for each in slices) != prod(shape):
         return False
-    starts_ND = np.array([each.offset for each in slices]).reshape(len(slices), -1)
-    ends_ND = starts_ND + np.array([each.shape for each in slices]).reshape(len(slices), -1)
+    size_ND = len(slices), len(shape)
+    starts_ND = np.array([each.offset for each in slices], dtype=np.int64).reshape(size_ND)
+    ends_ND = starts_ND + np.array([each.shape for each in slices], dtype=np.int64).reshape(size_ND)
     meet_NN = np.ones((len(slices), len(slices)), dtype=bool)
     for dim in range(len(shape)):
         starts, ends = starts_ND[:, dim], ends_ND[:, dim]
