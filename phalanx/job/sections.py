@@ -103,6 +103,7 @@ class TrainSection:
     )
     adapter: str = key("", "PEFT folder to start from, instead of fresh adapters")
     loss: str = key("", "own loss as 'module:function' ('' = cross-entropy)")
+    callbacks: tuple = key((), "own callbacks as 'module:class'", kind=tuple[str, ...])
     on_nonfinite: str = key(
         "stop", "what to do with a step whose gradients are not finite", choices=("stop", "skip")
     )
