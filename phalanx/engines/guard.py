@@ -72,7 +72,7 @@ class Guard:
         wide = norm.detach().to(torch.float64).reshape(())
         taken, skipped, in_row, ended = self._counts.unbind()
         median = self._norms.nanmedian()
-        is_bad = ~torch.isfinite(wide)
+        is_bad = (wide - wide) != 0.0  # infinite or no number
         is_spike = torch.zeros_like(is_bad)
         if self.spike_factor > 0.0:
             is_spike = ~is_bad & (taken >= LEAST_NORMS) & (wide > self.spike_factor * median)

@@ -11,6 +11,8 @@ from __future__ import annotations
 import socket
 from collections import Counter
 from collections.abc import Sequence
+from itertools import pairwise
+from statistics import median
 from typing import Any
 
 import torch
@@ -59,32 +61,36 @@ class WeightCheck:
         """Compare all ranks after `step` steps.
 
         Returns:
-            A line for `metrics.jsonl`: "kind" "ranks", "step", "token_s" (seconds per token of each
-            rank), "slow" (ranks above 1.2 times the median) and "text" (about them, or "").
+            A line for `metrics.jsonl`: "kind" "ranks", "step", "rank_s" (of each rank: on the CPU
+            seconds per token, on CUDA seconds of one and the same product, as a step's spans there
+            hold the waiting for others), "slow" (ranks above 1.2 times the median) and "text"
+            (about them, or "").
 
         Raises:
             WorldError: `train/weights` on every rank, naming the first parameter that differs, the
                 ranks that hold another value than most, and their hosts.
         """
         table = self._gathered(self._hashes())
-        hashes, token_s = table[:, :-1], table[:, -1].view(torch.float64).tolist()
+        hashes, rank_s = table[:, :-1], table[:, -1].view(torch.float64).tolist()
         for at, name in enumerate(self.names):
             column = hashes[:, at].tolist()
             for group in self._groups[at]:
                 if len({column[rank] for rank in group}) > 1:
                     raise self._differ(step, name, group, column)
-        slow = slow_ranks(token_s, self.hosts)
+        slow = slow_ranks(rank_s, self.hosts)
         return {
             "kind": "ranks",
             "step": step,
-            "token_s": token_s,
+            "rank_s": rank_s,
             "slow": [each.rank for each in slow],
             "text": slow_text(slow, self.hosts),
         }
 
     def _hashes(self) -> Tensor:
         """A hash of each replicated parameter, and this rank's speed, on the host."""
-        speed = torch.tensor([self.clock.take()], dtype=torch.float64).view(torch.int64)
+        device, token_s = self._process.device, self.clock.take()
+        rank_s = product_s(device) if device.type == "cuda" else token_s
+        speed = torch.tensor([rank_s], dtype=torch.float64).view(torch.int64)
         if not self._parameters:
             return speed
         hashes = torch.stack([bits_hash(parameter) for parameter in self._parameters])
@@ -124,6 +130,19 @@ def check_replicas(module: nn.Module, process: Process, step: int = 0) -> dict[s
     return WeightCheck(module, process).run(step)
 
 
+def product_s(device: torch.device, size: int = 4096, times: int = 4) -> float:
+    """Median seconds of a bfloat16 matrix product on a CUDA device (unrun on CUDA); waits."""
+    matrix = torch.ones(size, size, dtype=torch.bfloat16, device=device)
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(times + 2)]
+    with torch.cuda.device(device):
+        for mark in marks:  # the first product warms up
+            mark.record()
+            matrix @ matrix
+        marks[-1].synchronize()
+    spans_ms = [one.elapsed_time(two) for one, two in pairwise(marks[1:])]
+    return median(spans_ms) / 1e3
+
+
 @torch.no_grad()
 def bits_hash(parameter: Tensor) -> Tensor:
     """64 bits that depend on every bit of what this rank holds, an int64 scalar on its device.
@@ -135,7 +154,7 @@ def bits_hash(parameter: Tensor) -> Tensor:
     held = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     held_bytes = held.detach().contiguous().view(-1).view(torch.uint8)
     num_tail = held_bytes.numel() % _ROW_BYTES
-    body, tail = held_bytes[: held_bytes.numel() - num_tail], held_bytes[-num_tail:]
+    body, tail = held_bytes.split_with_sizes([held_bytes.numel() - num_tail, num_tail])
     total = _rows_hash(body, 0)
     if num_tail:
         padded = torch.nn.functional.pad(tail, (0, _ROW_BYTES - num_tail))

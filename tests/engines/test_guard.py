@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from phalanx.engines.guard import LEAST_NORMS, MOST_SKIPS, WINDOW, Guard
 from phalanx.errors import WorldError
@@ -149,6 +150,15 @@ def test_a_run_that_had_ended_may_try_again():
     again = guard()
     again.restore(json.loads(json.dumps(ended.state())))
     assert decide(again, 1.0) == (False, "")
+
+
+def test_nothing_is_read_back_from_a_cuda_device():
+    """Fake tensors have no values: whatever asked for one would fail."""
+    with FakeTensorMode():
+        each = Guard(torch.device("cuda"), on_nonfinite="skip", spike_factor=2.0, on_spike="stop")
+        for _ in range(3):
+            skip = each.skip(torch.ones((), device="cuda"))
+    assert skip.device.type == "cuda" and skip.dtype is torch.float32 and skip.shape == ()
 
 
 def test_skipped_update_changes_neither_weights_nor_moments_nor_counters():

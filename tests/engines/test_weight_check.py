@@ -10,6 +10,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from phalanx.engines.bind import bind_data
@@ -147,9 +148,9 @@ def test_the_same_gather_tells_who_is_slow():
     (line, later), *others = run_ranks(slow_third, 3)
     assert all(other == (line, later) for other in others)
     assert line["kind"] == "ranks" and line["step"] == 4
-    assert line["token_s"] == [0.2, 0.2, 0.3] and line["slow"] == [2]
+    assert line["rank_s"] == [0.2, 0.2, 0.3] and line["slow"] == [2]
     assert "rank 2" in line["text"] and "1.50 times" in line["text"]
-    assert later["token_s"] == [0.0] * 3 and later["slow"] == []
+    assert later["rank_s"] == [0.0] * 3 and later["slow"] == []
 
 
 def test_a_single_process_has_nothing_to_compare(tmp_path):
@@ -178,6 +179,12 @@ def test_every_bit_matters_and_the_place_in_memory_does_not(size, offset, where,
         1 << 16 if bit == 15 else 0
     )
     assert bits_hash(elsewhere) != bits_hash(values)
+
+
+def test_hashing_reads_nothing_back_from_a_cuda_device():
+    with FakeTensorMode():
+        found = bits_hash(torch.zeros(700, dtype=torch.bfloat16, device="cuda"))
+    assert found.device.type == "cuda" and found.dtype is torch.int64 and found.shape == ()
 
 
 def test_rows_that_change_places_matter():
