@@ -5,13 +5,23 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from phalanx.cost.training import Workload, counted_weight, predict, rate_key, workload_of
+from phalanx.cost.local_shapes import local_config
+from phalanx.cost.step_memory import saved_bytes_per_token
+from phalanx.cost.training import (
+    Workload,
+    counted_weight,
+    predict,
+    rate_key,
+    row_tokens_for,
+    workload_of,
+)
 from phalanx.data.samples import Sample, Samples
 from phalanx.mesh import Mesh
 from phalanx.models.operators import operators
 from phalanx.models.spec import LoraSpec, canonical_tensors, lora_tensors, small_config
 from phalanx.policies.data.fsdp import Fsdp
 from phalanx.policies.data.replicate import Replicate
+from phalanx.policies.tensor.megatron import Megatron
 
 CONFIG = small_config(
     vocab_size=101,
@@ -160,3 +170,73 @@ def test_rows_of_a_report_start_with_the_totals():
     rows = predict(CONFIG, work(), [Fsdp()], rates(), mesh=Mesh(shard=2)).rows()
     assert [row["quantity"] for row in rows[:2]] == ["training/step time", "training/peak memory"]
     assert {row["source"] for row in rows} == {"formula"}
+
+
+def test_a_tensor_axis_divides_products_and_pays_for_exchanges():
+    whole, halves = work(LORA), work(LORA, tensor_degree=2)
+    config = local_config(CONFIG, 2)
+    local_rates = rates(LORA) | {
+        f"{rate_key(op, config)}.{phase}": {"value": RATE_S / 2}
+        for op in operators(config, document_tokens=8, lora=LORA)
+        for phase in "FB"
+        if op.op == "linear"
+    }
+    for op in operators(config, document_tokens=8, lora=LORA):
+        for phase in "FB":
+            local_rates.setdefault(f"{rate_key(op, config)}.{phase}", {"value": RATE_S})
+    one = predict(CONFIG, whole, [], rates(LORA), mesh=Mesh(tp=1))
+    two = predict(CONFIG, halves, [Megatron()], local_rates, mesh=Mesh(tp=2))
+    assert two.seconds["linear"] == pytest.approx(one.seconds["linear"] / 2)
+    # two blocks a layer, forward and backward, and the embedding's sum and the head's gradient
+    exchanges = 4 * CONFIG.num_layers + 2
+    row_bytes = whole.tokens * CONFIG.hidden_size * 2
+    assert two.seconds["exchange"] == pytest.approx(exchanges * row_bytes / 1e6)
+    assert two.terms["weights"] < 0.7 * one.terms["weights"]
+    assert two.terms["activations"] < one.terms["activations"]
+    again = predict(
+        CONFIG, halves, [Megatron()], local_rates, mesh=Mesh(tp=2), recompute="full"
+    ).seconds["exchange"]
+    assert again == pytest.approx((exchanges + 2 * CONFIG.num_layers) * row_bytes / 1e6)
+
+
+def test_tokens_shared_between_blocks_keep_less():
+    kept = work(LORA, tensor_degree=2)
+    shared = work(LORA, tensor_degree=2, splits_tokens=True)
+    config = local_config(CONFIG, 2)
+    both = [saved_bytes_per_token(config, each, "none") for each in (kept, shared)]
+    assert both[1] < both[0]
+
+
+def test_replicas_of_shards_reduce_twice():
+    step = work(LORA)
+    flat = predict(CONFIG, step, [Fsdp()], rates(LORA), mesh=Mesh(shard=2))
+    both = predict(
+        CONFIG, step, [Fsdp(), Replicate()], rates(LORA), mesh=Mesh(replicate=2, shard=2)
+    )
+    held = flat.terms["optimizer"] / 8
+    assert both.terms == flat.terms
+    assert both.seconds["reduce"] - flat.seconds["reduce"] == pytest.approx(4 * held / 1e6)
+
+
+@pytest.mark.parametrize("lora", [None, LORA])
+def test_recomputation_trades_time_for_memory(lora):
+    step = work(lora)
+    found = {
+        mode: predict(CONFIG, step, [Fsdp()], rates(lora), mesh=Mesh(shard=2), recompute=mode)
+        for mode in ("none", "selective", "full")
+    }
+    kept = [found[mode].terms["activations"] for mode in found]
+    assert kept == sorted(kept, reverse=True) and len(set(kept)) == 3
+    seconds = [found[mode].step_s for mode in found]
+    assert seconds == sorted(seconds) and len(set(seconds)) == 3
+    assert "recompute" not in found["none"].seconds
+    # full repeats the forward pass of every layer
+    listed = operators(CONFIG, document_tokens=step.document_tokens, lora=lora)
+    inside = sum(op.layer is not None for op in listed)
+    assert found["full"].seconds["recompute"] == pytest.approx(inside * step.tokens * RATE_S)
+
+
+def test_rows_are_as_long_as_the_longest_document_and_at_least_512():
+    assert row_tokens_for(100, 32) == 512
+    assert row_tokens_for(513, 32) == 544
+    assert row_tokens_for(1000, 1) == 1000

@@ -1,0 +1,89 @@
+"""Memory of this process as the kernel and the C library see it. No torch.
+
+PSS counts a page that several processes map (libraries, memory-mapped data) by its share, so the
+sum over processes is what the machine holds. Its peak costs nothing to know: the kernel keeps the
+high-water mark of RSS (VmHWM), and what RSS counts too often is all but constant.
+
+Source: proc(5), proc_pid_smaps(5); mallinfo2(3) of glibc 2.33.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+_SELF = Path("/proc/self")
+
+
+@dataclass(frozen=True)
+class ProcessBytes:
+    """A process's memory now.
+
+    Attributes:
+        pss: pages, shared ones by their share.
+        rss: pages, shared ones whole.
+        peak_rss: the most that `rss` was since `restart_peak`.
+        used: what the C library has handed out and not got back.
+        unused: what it keeps for later instead of giving it back to the system.
+    """
+
+    pss: int
+    rss: int
+    peak_rss: int
+    used: int
+    unused: int
+
+    @property
+    def peak_pss(self) -> int:
+        """The most that `pss` was since `restart_peak`, if as much was shared then as now."""
+        return self.peak_rss - (self.rss - self.pss)
+
+
+def process_bytes() -> ProcessBytes:
+    """This process now; takes some milliseconds, so not for the step path."""
+    rollup, status = _fields("smaps_rollup"), _fields("status")
+    used, unused = _allocated()
+    return ProcessBytes(rollup["Pss"], rollup["Rss"], status["VmHWM"], used, unused)
+
+
+def restart_peak() -> None:
+    """`peak_rss` begins anew, see proc(5)."""
+    (_SELF / "clear_refs").write_text("5")
+
+
+def _fields(name: str) -> dict[str, int]:
+    """The lines "Name: 12 kB" of a file in /proc/self, in bytes."""
+    found = {}
+    for line in (_SELF / name).read_text().splitlines():
+        words = line.split()
+        if len(words) == 3 and words[2] == "kB":
+            found[words[0].rstrip(":")] = int(words[1]) * 1024
+    return found
+
+
+class _MallInfo(ctypes.Structure):
+    _fields_ = tuple(
+        (name, ctypes.c_size_t)
+        for name in (
+            "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost".split()
+        )
+    )
+
+
+@cache
+def _mallinfo():
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "mallinfo2"):
+        return None
+    libc.mallinfo2.restype = _MallInfo
+    return libc.mallinfo2
+
+
+def _allocated() -> tuple[int, int]:
+    info = _mallinfo()
+    if info is None:  # another C library: nothing known
+        return 0, 0
+    found = info()
+    return found.uordblks + found.hblkhd, found.fordblks

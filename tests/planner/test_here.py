@@ -1,0 +1,57 @@
+"""The plan of this machine: what training can run, how long rows are, what does not fit."""
+
+from __future__ import annotations
+
+import pytest
+
+from phalanx.errors import JobError, PlanError
+from phalanx.job import load_job
+from phalanx.models.spec import small_config
+from phalanx.planner.here import row_plan, training_shape
+
+CONFIG = small_config(
+    vocab_size=100, hidden_size=16, intermediate_size=24, num_layers=2, num_heads=4,
+    num_kv_heads=1, head_dim=4, dtype="float32",
+)  # fmt: skip
+
+
+def shape(mesh, **plan):
+    flags = {"model.name": "tiny", "plan.mesh": mesh}
+    job = load_job(None, flags | {f"plan.{key}": value for key, value in plan.items()})
+    return job, training_shape(job, CONFIG, job.plan.devices or 4)
+
+
+def test_ranks_are_data_ranks_times_the_tensor_degree():
+    _, found = shape({"replicate": 2, "tp": 2}, data="replicate", tensor="megatron", devices=4)
+    assert (found.num_data_ranks, found.tensor_degree, found.splits_tokens) == (2, 2, False)
+    assert [table["family"] for table in found.tables] == ["data", "tensor"]
+
+
+def test_sequence_parallelism_is_read_from_the_rules():
+    tensor = {"name": "megatron", "sequence_parallel": True}
+    job, found = shape({"shard": 1, "tp": 4}, tensor=tensor, devices=4)
+    assert found.splits_tokens
+    assert row_plan(job, 10, found, "cuda") == {"row_tokens": 512, "row_multiple": 4}
+    assert row_plan(job, 513, found, "cpu") == {"row_tokens": 544, "row_multiple": 32}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "plan", "where"),
+    [
+        ({"pp": 4}, {}, "plan.mesh.pp"),
+        ({"tp": 4}, {}, "plan.mesh.tp"),  # no policy uses it
+        ({"tp": 3}, {"tensor": "megatron", "devices": 3}, "plan.mesh.tp"),
+        ({"shard": 4}, {"tensor": "megatron"}, "plan.tensor"),
+    ],
+)
+def test_what_training_cannot_run_is_refused_with_its_place(mesh, plan, where):
+    with pytest.raises(PlanError) as raised:
+        shape(mesh, **plan)
+    assert raised.value.code == "plan/illegal" and where in str(raised.value)
+
+
+def test_rows_shorter_than_a_document_are_refused():
+    job, found = shape({"shard": 4}, row_tokens=100)
+    assert row_plan(job, 100, found, "cuda")["row_tokens"] == 100
+    with pytest.raises(JobError, match="101"):
+        row_plan(job, 101, found, "cuda")
