@@ -72,10 +72,12 @@ class Guard:
         wide = norm.detach().to(torch.float64).reshape(())
         taken, skipped, in_row, ended = self._counts.unbind()
         median = self._norms.nanmedian()
-        is_bad = (wide - wide) != 0.0  # infinite or no number
+        is_finite = (wide - wide) == 0.0
+        is_bad = is_finite.logical_not()
         is_spike = torch.zeros_like(is_bad)
         if self.spike_factor > 0.0:
-            is_spike = ~is_bad & (taken >= LEAST_NORMS) & (wide > self.spike_factor * median)
+            is_known = taken >= LEAST_NORMS
+            is_spike = is_finite & is_known & (wide > self.spike_factor * median)
         kind = torch.where(is_bad, _NONFINITE, torch.where(is_spike, _SPIKE, _FINE))
         skips = is_bad | (is_spike if self._on_spike != "warn" else torch.zeros_like(is_bad))
         ends = is_bad if self._on_nonfinite == "stop" else torch.zeros_like(is_bad)
@@ -85,7 +87,7 @@ class Guard:
         ends = ends | (in_row >= MOST_SKIPS)
         skips = skips | (ended > 0)
         self._remember(wide, taken, skips)
-        counts = [taken + ~skips, skipped + skips, in_row, (ended > 0) | ends]
+        counts = [taken + skips.logical_not(), skipped + skips, in_row, (ended > 0) | ends]
         self._counts = torch.stack([each.to(torch.int64) for each in counts])
         self._unheard.append(torch.stack([*self._counts, kind, median]).double())
         return skips.to(torch.float32)
