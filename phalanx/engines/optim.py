@@ -7,7 +7,6 @@ updated as the whole would be, without DTensor's dispatch for each of thousands 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from math import cos, pi
 
 import torch
 import torch.distributed as dist
@@ -16,20 +15,6 @@ from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-
-
-def learning_rate(
-    step: int, *, peak: float, warmup_steps: int, num_steps: int, floor_frac: float = 0.1
-) -> float:
-    """Linear warm-up, then half a cosine down to `floor_frac` of the peak.
-
-    Args:
-        step: from 0; step `warmup_steps` is the first at the peak.
-    """
-    if step < warmup_steps:
-        return peak * (step + 1) / (warmup_steps + 1)
-    done_frac = (step - warmup_steps) / max(1, num_steps - warmup_steps)
-    return peak * (floor_frac + (1.0 - floor_frac) * 0.5 * (1.0 + cos(pi * done_frac)))
 
 
 class ShardedAdamW:
@@ -48,18 +33,14 @@ class ShardedAdamW:
 
     def __init__(
         self,
-        named_parameters: Iterable[tuple[str, nn.Parameter] | nn.Parameter],
+        named_parameters: Iterable[tuple[str, nn.Parameter]],
         *,
         weight_decay: float = 0.0,
         clip_norm: float = 0.0,
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
     ) -> None:
-        named = (
-            each if isinstance(each, tuple) else (str(at), each)
-            for at, each in enumerate(named_parameters)
-        )
-        self.named_parameters = {name: each for name, each in named if each.requires_grad}
+        self.named_parameters = {n: each for n, each in named_parameters if each.requires_grad}
         self.parameters = list(self.named_parameters.values())
         self.clip_norm = clip_norm
         self._betas, self._eps = betas, eps
@@ -96,7 +77,7 @@ class ShardedAdamW:
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
-        """ "exp_avg", "exp_avg_sq" and "step" -> canonical name -> tensor.
+        """Of each kind (exp_avg, exp_avg_sq, step) the tensors by canonical name.
 
         Moments are DTensors placed as their parameter, or plain where it is; steps are scalars. All
         share memory with the optimizer: what is copied into them is its state.

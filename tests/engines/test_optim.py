@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-from math import cos, pi
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,7 +9,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp import fully_shard
 
-from phalanx.engines.optim import ShardedAdamW, global_norm, learning_rate
+from phalanx.engines.optim import ShardedAdamW, global_norm
 from tests.engines.checkpoint_cases import awkward_run, train_steps
 from tests.ranks import run_ranks
 
@@ -82,14 +79,6 @@ def test_norm_counts_every_gradient_once():
     model(torch.tensor(2.0)).backward()
     squares = sum(p.grad.square().sum().item() for p in model.parameters())
     assert run_ranks(norm_of_mixture, 2) == pytest.approx([(squares + 25.0) ** 0.5] * 2)
-
-
-def test_learning_rate_rises_then_falls_to_its_floor():
-    rates = [learning_rate(s, peak=2.0, warmup_steps=3, num_steps=13) for s in range(13)]
-    assert rates[:4] == [0.5, 1.0, 1.5, 2.0]
-    assert rates[8] == pytest.approx(2.0 * (0.1 + 0.9 * 0.5 * (1 + cos(pi * 0.5))))
-    assert all(a > b for a, b in pairwise(rates[3:])) and rates[-1] > 0.2
-    assert learning_rate(0, peak=1.0, warmup_steps=0, num_steps=1) == 1.0
 
 
 def clipped_to_zero(rank, world_size):
