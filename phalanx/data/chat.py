@@ -18,7 +18,7 @@ from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from phalanx.data.rows import Message
-from phalanx.errors import JobError
+from phalanx.errors import JobError, shown
 
 # "User:", a line with the turn, the end token; the same for "Assistant:" and "System:".
 PLAIN_TEMPLATE = (
@@ -43,7 +43,9 @@ _FAILURES = (
     AttributeError,
     ArithmeticError,
     RecursionError,
+    MemoryError,
 )
+_NO_TEMPLATE = (TemplateError, SyntaxError, ValueError, RecursionError, OverflowError)
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,8 @@ class ChatTemplate:
         """
         folder = Path(folder)
         config = _read_json(folder / "tokenizer_config.json")
-        tokens = {key: _token_text(config.get(key)) for key in _TOKEN_KEYS}
+        where = f"{folder}/tokenizer_config.json"
+        tokens = {key: _token_text(config.get(key), f"{where}: {key}") for key in _TOKEN_KEYS}
         where, source = _find_source(folder, config, template_file)
         if source is None:
             if not tokens["eos_token"]:
@@ -81,7 +84,7 @@ class ChatTemplate:
             source = PLAIN_TEMPLATE
         try:
             _compile(source)
-        except TemplateError as error:
+        except _NO_TEMPLATE as error:
             line = getattr(error, "lineno", None)
             at = f"{where}:{line}" if line else where
             rule = f"is no jinja2 template: {error}"
@@ -138,7 +141,12 @@ def _find_source(
     own = folder / "chat_template.jinja"
     if own.is_file():
         return str(own), _read_template(own)
-    return f"{folder}/tokenizer_config.json: chat_template", _template_of(config)
+    for name, table in (("tokenizer_config.json", config), ("chat_template.json", None)):
+        table = _read_json(folder / name) if table is None else table
+        where = f"{folder}/{name}: chat_template"
+        if table.get("chat_template") is not None:
+            return where, _template_of(table["chat_template"], where)
+    return where, None
 
 
 def _read_template(path: Path) -> str:
@@ -155,21 +163,28 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        table = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
         rule = f"is not valid JSON: {error}"
         raise JobError("job/syntax", str(path), None, rule) from error
+    if not isinstance(table, dict):
+        raise JobError("job/syntax", str(path), shown(table), "must be a table")
+    return table
 
 
-def _token_text(value: Any) -> str:
-    return value.get("content", "") if isinstance(value, dict) else value or ""
+def _token_text(value: Any, where: str) -> str:
+    text = value.get("content") if isinstance(value, dict) else value
+    if text is not None and not isinstance(text, str):
+        raise JobError("job/bad-value", where, shown(value), "must be the text of a token")
+    return text or ""
 
 
-def _template_of(config: dict[str, Any]) -> str | None:
-    named = config.get("chat_template")
+def _template_of(named: Any, where: str) -> str | None:
     if isinstance(named, list):  # several templates: the one for plain chat
-        by_name = {each["name"]: each["template"] for each in named}
-        return by_name.get("default")
+        tables = [each for each in named if isinstance(each, dict)]
+        named = {str(each.get("name")): each.get("template") for each in tables}.get("default")
+    if named is not None and not isinstance(named, str):
+        raise JobError("job/bad-value", where, shown(named), "must be a jinja2 template")
     return named
 
 

@@ -27,6 +27,7 @@ from phalanx.data.rows import Example, Message
 from phalanx.errors import JobError
 
 _MARKER = "\U000f1a03marker\U000f1a03"
+_ENDLESS = "the chat template does not end an assistant turn in a special token"
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class _Turn:
     next: int
 
 
-def mark_turns(template: ChatTemplate, example: Example, special: Sequence[str] = ()) -> Rendered:
+def mark_turns(template: ChatTemplate, example: Example, special: Sequence[str]) -> Rendered:
     """The text of a conversation with its assistant turns marked.
 
     Args:
@@ -73,6 +74,8 @@ def mark_turns(template: ChatTemplate, example: Example, special: Sequence[str] 
         turns = _by_marker(template, example, text, special) if found is None else found
     at_turn = dict(zip(_assistants(example), turns))
     learnt = [(t.start, t.end) for at, t in at_turn.items() if example.messages[at].learnt]
+    if not all(text[start:end].endswith(tuple(special)) for start, end in learnt):
+        raise _refusal(example, _ENDLESS)
     cuts = [
         turn.next
         for at, turn in at_turn.items()
@@ -129,8 +132,6 @@ def _by_blocks(template: ChatTemplate, example: Example) -> tuple[str, list[_Tur
 
 def _by_prefixes(template: ChatTemplate, example: Example, text: str) -> list[_Turn] | None:
     messages, turns = example.messages, []
-    if not _prompts(template):
-        return None
     for at in _assistants(example):
         opening = _tried(template, example, messages[:at], add_generation_prompt=True)
         is_last = at + 1 == len(messages)
@@ -142,19 +143,6 @@ def _by_prefixes(template: ChatTemplate, example: Example, text: str) -> list[_T
         end = len(opening) + len(upto[len(opening) :].rstrip())
         turns.append(_Turn(len(opening), end, len(upto)))
     return turns
-
-
-_prompting: dict[str, bool] = {}
-
-
-def _prompts(template: ChatTemplate) -> bool:
-    """Whether the template opens an assistant turn when asked to."""
-    if template.source not in _prompting:
-        turns = Example((Message("user", "x"),))
-        plain = _tried(template, turns, turns.messages)
-        asked = _tried(template, turns, turns.messages, add_generation_prompt=True)
-        _prompting[template.source] = plain is not None and plain != asked
-    return _prompting[template.source]
 
 
 def _by_marker(
@@ -169,9 +157,8 @@ def _by_marker(
             raise _refusal(example, "the chat template changes earlier turns with a later one")
         closing = ends.search(text, end)
         if closing is None or text[end : closing.start()].strip():
-            rule = "the chat template does not end an assistant turn in a special token"
-            raise _refusal(example, rule)
-        start = _after_opening(template, example, text[before:start], at) + before
+            raise _refusal(example, _ENDLESS)
+        start = before + _after_opening(template, example, text[before:start], at)
         behind = text[closing.end() :]
         following = closing.end() + len(behind) - len(behind.lstrip())
         turns.append(_Turn(start, closing.end(), following))
@@ -201,12 +188,15 @@ def _after_opening(template: ChatTemplate, example: Example, header: str, at: in
     last turn goes on with an empty <think>). Where the two differ, it is the content alone.
     """
     upto = example.messages[:at]
-    plain, asked = _tried(template, example, upto), None
+    plain = _tried(template, example, upto)
+    asked = None
     if plain is not None:
         asked = _tried(template, example, upto, add_generation_prompt=True)
-    if plain is None or asked is None or not asked.startswith(plain) or asked == plain:
+    if plain is None or asked is None or not asked.startswith(plain):
         return len(header)
     prompt = asked[len(plain) :]
+    if not prompt:  # nothing opens a turn: white space before the content is said as well
+        return len(header.rstrip())
     place = header.rfind(prompt)
     return place + len(prompt) if place >= 0 else len(header)
 

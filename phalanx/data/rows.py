@@ -113,8 +113,8 @@ def form_of(row: Any, where: str) -> str:
         for form, needed in FORMS.items():
             if all(row.get(name) is not None for name in needed):
                 return form
-    found = shown(sorted(map(str, row))) if isinstance(row, Mapping) else type(row).__name__
-    raise JobError("data/row", where, found, "is a row of no known form", legal=_LEGAL)
+    found = sorted(map(str, row)) if isinstance(row, Mapping) else row
+    raise JobError("data/row", where, shown(found), "is a row of no known form", legal=_LEGAL)
 
 
 def example_of(row: Mapping[str, Any], form: str, where: str) -> Example:

@@ -132,9 +132,11 @@ class TextTokenizer:
         return mark_turns(self.template, example, self._special_texts)
 
     def _plain(self, example: Example, text: Rendered, encoding: Encoding) -> Encoded:
-        """[begin] text [end]; everything but the first token counts."""
+        """[begin] text [end], unless it has them; everything but the first token counts."""
         begin, end = self.token_id("bos_token"), self.token_id("eos_token")
-        ids = [i for i in (begin, *encoding.ids, end) if i is not None]
+        before = [] if begin is None or encoding.ids[:1] == [begin] else [begin]
+        behind = [] if end is None or encoding.ids[-1:] == [end] else [end]
+        ids = [*before, *encoding.ids, *behind]
         tokens = np.asarray(ids, dtype=np.int32)
         counted = np.full(len(tokens), bool(encoding.ids))
         counted[:1] = False

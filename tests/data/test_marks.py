@@ -260,3 +260,15 @@ def test_marks_need_no_torch():
     code = "import sys, phalanx.data.prepare; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == "False", done.stderr
+
+
+def test_without_a_prompt_the_white_space_before_an_answer_is_learnt():
+    """Mistral's way: nothing opens an assistant turn, so a model has to say the space itself."""
+    plain = (
+        "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} "
+        "[/INST]{% else %} {{ m.content | trim }}<end>{% endif %}{% endfor %}"
+    )
+    turns = ("uone?", "ayes", "utwo?", "ano")
+    assert learnt(plain, *turns) == [" yes<end>", " no<end>"]
+    counting = plain.replace("{{ bos_token }}", "{{ messages | length }}")  # prefixes differ
+    assert learnt(counting, *turns) == [" yes<end>", " no<end>"]

@@ -114,7 +114,7 @@ def test_calls_and_weights_belong_to_the_identity_of_a_row(tmp_path):
         ('{"text": ' + "[" * 100_000, "is not valid JSON"),
         ('{"text": ' + "1" * 5000 + "}", "is not valid JSON"),
         ({"question": "a"}, "['question']: is a row of no known form"),
-        ("7", "int: is a row of no known form"),
+        ("7", "= 7: is a row of no known form"),
         ({"messages": []}, "must be a list"),
         ({"messages": "hello"}, "must be a list"),
         ({"messages": ["hello"]}, "messages[0] = 'hello': must be a turn"),
