@@ -243,7 +243,14 @@ def test_stock_templates_get_the_mask_of_their_hand_marked_form(name):
     folder = Path(trl.__file__).parent / "chat_templates"
     if not (folder / f"{STOCK_OF_TRL[name]}.jinja").is_file():
         pytest.skip("this release of TRL ships others")
-    ends = ("<end_of_turn>", "<|eot_id|>", "<|im_end|>", "<|end|>", "<|END_OF_TURN_TOKEN|>")
+    ends = (
+        "<end>",
+        "<end_of_turn>",
+        "<|eot_id|>",
+        "<|im_end|>",
+        "<|end|>",
+        "<|END_OF_TURN_TOKEN|>",
+    )
     rows = [example("uone?", "ayes"), example("uone?", "ayes", "utwo?", "ano\n\nreally", "uthree?")]
     for row in rows:
         found = []
