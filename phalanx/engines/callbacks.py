@@ -7,18 +7,22 @@
 
     train(job, plan, folder, callbacks=[StopWhenGood()])
 
+or in the job, with ./mine.py beside it: `train.callbacks = ["mine:StopWhenGood"]`.
+
 Every rank calls its own callbacks at the same places of the run, so a callback may communicate;
 what must happen once asks for `run.leads`. An exception in a callback ends the run and names it.
 """
 
 from __future__ import annotations
 
+import inspect
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from phalanx.engines.user_code import load_named
 from phalanx.errors import JobError, PhalanxError, WorldError, nearest_names, shown
 
 if TYPE_CHECKING:
@@ -26,6 +30,7 @@ if TYPE_CHECKING:
 
     from phalanx.job import Job
 
+_WHERE = "train.callbacks"
 HOOKS = ("on_start", "on_step", "on_evaluate", "on_save", "on_end")
 
 
@@ -92,6 +97,30 @@ class Callback:
 
         It is called wherever `on_start` was.
         """
+
+
+def load_callbacks(specs: Sequence[str]) -> list[Callback]:
+    """Callbacks that a job names.
+
+    Args:
+        specs: "module:Class" each, made without arguments, or "module:name" of a callback that the
+            module has made; modules are looked for in the working folder too.
+
+    Raises:
+        JobError: `job/bad-value` for what cannot be imported or made, or is no callback.
+    """
+    callbacks = []
+    for spec in specs:
+        found = load_named(spec, _WHERE, inspect.isclass)
+        if isinstance(found, type) and issubclass(found, Callback):
+            try:
+                found = found()
+            except Exception as error:  # whatever foreign code raises
+                rule = f"cannot be made without arguments ({type(error).__name__}: {error})"
+                raise JobError("job/bad-value", _WHERE, spec, rule) from error
+        _require_callback(found, _WHERE)
+        callbacks.append(found)
+    return callbacks
 
 
 class Callbacks:

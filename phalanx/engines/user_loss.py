@@ -16,19 +16,15 @@ Legend: N counted positions (n of a chunk), D model, V vocabulary.
 
 from __future__ import annotations
 
-import importlib
 import inspect
-import os
-import sys
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from phalanx.engines.callbacks import call
-from phalanx.errors import JobError, WorldError, nearest_names
+from phalanx.engines.user_code import load_named
+from phalanx.errors import JobError, WorldError
 
 Head = Callable[[Tensor], Tensor]
 LossFunction = Callable[[Tensor, Head, Tensor, int], Tensor]
@@ -46,47 +42,7 @@ def load_loss(spec: str) -> LossFunction:
         JobError: `job/bad-value` unless the module can be imported and has a function that takes
             (hidden_ND, head, targets_N, num_counted_global).
     """
-    module_name, colon, name = spec.partition(":")
-    if not colon or not module_name or not name:
-        legal = ["module:function"]
-        raise JobError("job/bad-value", _WHERE, spec, "names no function", legal=legal)
-    module = _imported(spec, module_name)
-    function: Any = module
-    for part in name.split("."):
-        if not hasattr(function, part):
-            rule = f"{module.__file__ or module_name} has no {name!r}"
-            legal = [f"{module_name}:{each}" for each in nearest_names(part, _functions(module))]
-            raise JobError("job/bad-value", _WHERE, spec, rule, legal=legal)
-        function = getattr(function, part)
-    _require_signature(spec, function)
-    return function
-
-
-def _imported(spec: str, name: str) -> Any:
-    folder = os.getcwd()
-    if folder not in sys.path:
-        sys.path.append(folder)  # behind all else: nothing that is installed gets another meaning
-    importlib.invalidate_caches()
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name and (name == error.name or name.startswith(f"{error.name}.")):
-            rule = f"there is no module {name!r} in {folder} or among the installed packages"
-            here = nearest_names(name, [path.stem for path in Path(folder).glob("*.py")])
-            legal = [each for each in here if each != name]
-            raise JobError("job/bad-value", _WHERE, spec, rule, legal=legal) from error
-        rule = f"its module needs {error.name!r}, which is not installed"
-        raise JobError("job/bad-value", _WHERE, spec, rule) from error
-    except Exception as error:  # whatever a foreign module raises while it is read
-        rule = f"its module cannot be imported ({type(error).__name__}: {error})"
-        raise JobError("job/bad-value", _WHERE, spec, rule) from error
-
-
-def _functions(module: Any) -> list[str]:
-    return [name for name, value in vars(module).items() if inspect.isfunction(value)]
-
-
-def _require_signature(spec: str, function: Any) -> None:
+    function = load_named(spec, _WHERE)
     if not callable(function):
         raise JobError("job/bad-value", _WHERE, spec, f"is a {type(function).__name__}")
     try:
@@ -97,6 +53,7 @@ def _require_signature(spec: str, function: Any) -> None:
             f"but takes {inspect.signature(function)}"
         )
         raise JobError("job/bad-value", _WHERE, spec, rule) from error
+    return function
 
 
 def user_loss(

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from torch import nn
 
-from phalanx.engines.callbacks import HOOKS, Callback, Callbacks, Run
+from phalanx.engines.callbacks import HOOKS, Callback, Callbacks, Run, load_callbacks
 from phalanx.errors import JobError, WorldError
 from phalanx.job import load_job
 
@@ -153,3 +153,45 @@ class Misspelt(Callback):
 def test_what_is_no_callback_is_refused(tmp_path, value, match):
     with pytest.raises(JobError, match=match):
         Callbacks([Notes(), value], a_run(tmp_path))
+
+
+@pytest.fixture
+def own_callbacks(tmp_path, monkeypatch):
+    """A file of callbacks in the working folder."""
+    (tmp_path / "own_callbacks.py").write_text(
+        "from phalanx.engines.callbacks import Callback\n"
+        "class Watches(Callback):\n"
+        "    def on_step(self, run): run.request_stop('seen')\n"
+        "class NeedsMore(Callback):\n"
+        "    def __init__(self, limit): self.limit = limit\n"
+        "made = NeedsMore(3)\n"
+        "class Misspelt(Callback):\n"
+        "    def on_steps(self, run): pass\n"
+        "class Other: pass\n"
+    )
+    monkeypatch.chdir(tmp_path)
+
+
+def test_callbacks_are_found_by_name(own_callbacks, tmp_path):
+    found = load_callbacks(["own_callbacks:Watches", "own_callbacks:made"])
+    assert [type(each).__name__ for each in found] == ["Watches", "NeedsMore"]
+    assert found[1].limit == 3
+    callbacks = Callbacks(found, a_run(tmp_path))
+    callbacks.step({})
+    assert callbacks.stop_reason == "seen"
+    assert load_callbacks([]) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "match"),
+    [
+        ("Watch", "has no 'Watch'.*nearest legal values: own_callbacks:Watches"),
+        ("NeedsMore", r"cannot be made without arguments \(TypeError.*limit"),
+        ("Misspelt", r"own_callbacks\.Misspelt has a hook that no run calls.*on_step"),
+        ("Other", "is no instance of"),
+    ],
+)
+def test_what_cannot_be_a_callback_is_refused_by_key(own_callbacks, name, match):
+    with pytest.raises(JobError, match=match) as info:
+        load_callbacks([f"own_callbacks:{name}"])
+    assert info.value.where == "train.callbacks"

@@ -187,8 +187,8 @@ def test_functions_of_the_working_folder_are_found(own_losses):
 @pytest.mark.parametrize(
     ("spec", "match"),
     [
-        ("own_losses_ok", "names no function.*module:function"),
-        (":plain", "names no function"),
+        ("own_losses_ok", "names nothing in a module.*module:name"),
+        (":plain", "names nothing"),
         ("own_losses_ko:plain", "there is no module 'own_losses_ko'.*own_losses_ok"),
         ("own_losses_ok:plane", "has no 'plane'.*own_losses_ok:plain"),
         ("own_losses_ok:three", r"takes \(a, b, c\)"),
