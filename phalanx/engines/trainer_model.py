@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from phalanx.engines.bind import BoundData, bind_data
@@ -23,11 +24,12 @@ from phalanx.models.decoder import Decoder
 from phalanx.models.lora import inject, lora_values
 from phalanx.models.parameters import initial_values, load_parameters, load_sharded
 from phalanx.models.source import ModelSource
-from phalanx.models.spec import LoraSpec, canonical_tensors
+from phalanx.models.spec import DecoderConfig, LoraSpec, canonical_tensors
 from phalanx.ops.loss import counted_cross_entropy
 from phalanx.ops.tensor_exchange import join_tokens
 from phalanx.ops.vocabulary import VocabularyPart
 from phalanx.plan import RoleProgram
+from phalanx.policy import Spec
 
 
 @dataclass(frozen=True)
@@ -139,48 +141,59 @@ def build_model(job: Job, role: RoleProgram, source: ModelSource, process: Proce
     Frozen weights are stored in the job's dtype; what is trained in the plan's "master" dtype
     (the job's unless it says otherwise), computed in "compute" (the job's dtype).
     """
-    dtypes = {
-        "master": job.train.master_dtype,
-        "compute": job.model.dtype,
-        "reduce": "float32",
-    } | dict(role.dtypes)
-    lora = lora_of(job, source.config)
-    stored = source.config.dtype if lora else dtypes["master"]
-    decoder = Decoder(source.config.with_dtype(stored), device="meta")
+    model = bind_model(job, role, source.config, process.mesh)
+    model.decoder.to_empty(device=process.device)
+    _fill(model, job, source)
+    model.decoder.train()
+    return model
+
+
+def bind_model(job: Job, role: RoleProgram, config: DecoderConfig, mesh: DeviceMesh) -> TrainModel:
+    """The same on the meta device: bound, without values.
+
+    Args:
+        config: of the source; its dtype is the job's.
+
+    Raises:
+        PlanError: `plan/illegal` from the binders.
+    """
+    dtypes = {"master": job.train.master_dtype, "compute": job.model.dtype, "reduce": "float32"}
+    dtypes |= dict(role.dtypes)
+    lora = lora_of(job, config)
+    stored = config.dtype if lora else dtypes["master"]
+    decoder = Decoder(config.with_dtype(stored), device="meta")
     if lora is not None:
         inject(decoder, lora, dtype=dtypes["master"])
-    specs = role.built_specs()
-    of_tensor = [spec for spec in specs if spec.family == "tensor"]
-    tensor = bind_decoder(decoder, of_tensor, process.mesh)
+    specs: dict[str, list[Spec]] = {"data": [], "tensor": []}
+    for spec in role.built_specs():
+        specs.setdefault(spec.family, []).append(spec)
+    tensor = bind_decoder(decoder, specs["tensor"], mesh)
     apply_recompute(decoder, role.recompute)
     data = bind_data(
         decoder,
-        [spec for spec in specs if spec.family == "data"],
-        process.mesh,
+        specs["data"],
+        mesh,
         param_dtype=dtypes["compute"],
         reduce_dtype=dtypes["reduce"],
     )
-    decoder.to_empty(device=process.device)
-    _fill(decoder, job, source, lora, dtypes["master"])
-    decoder.train()
     return TrainModel(decoder, data, tensor, lora)
 
 
-def _fill(
-    decoder: Decoder, job: Job, source: ModelSource, lora: LoraSpec | None, master: str
-) -> None:
+def _fill(model: TrainModel, job: Job, source: ModelSource) -> None:
     """Weights and adapters, each stored or drawn from the seed; a rank takes what it holds."""
-    config, seed = decoder.config, job.train.seed
-    adapters = [name for name, _ in decoder.named_parameters() if ".lora_" in name]
+    decoder, lora, seed = model.decoder, model.lora, job.train.seed
+    parameters = dict(decoder.named_parameters())
+    adapters = [name for name in parameters if ".lora_" in name]
     if source.weights:
-        others = [n for n, _ in decoder.named_parameters() if ".lora_" not in n]
+        others = [name for name in parameters if ".lora_" not in name]
         load_sharded(decoder, source.weights, names=others)
     else:
-        values = initial_values(seed, canonical_tensors(config).values())
+        values = initial_values(seed, canonical_tensors(decoder.config).values())
         load_parameters(decoder, values, strict=not adapters)
     if not adapters:
         return
     if job.train.adapter:
-        load_sharded(decoder, adapter_weights(job.train.adapter, config), names=adapters)
-    else:
-        load_parameters(decoder, lora_values(config, lora, seed, master), strict=False)
+        load_sharded(decoder, adapter_weights(job.train.adapter, decoder.config), names=adapters)
+        return
+    master = str(parameters[adapters[0]].dtype).removeprefix("torch.")
+    load_parameters(decoder, lora_values(decoder.config, lora, seed, master), strict=False)

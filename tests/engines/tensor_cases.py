@@ -19,7 +19,7 @@ from phalanx.data.batches import MicroBatch
 from phalanx.engines.optim import ShardedAdamW
 from phalanx.engines.process import Process
 from phalanx.engines.trainer_model import TrainModel, build_model
-from phalanx.job import load_job
+from phalanx.job import Job, load_job
 from phalanx.mesh import Mesh
 from phalanx.models.decoder import Decoder
 from phalanx.models.lora import inject, lora_values
@@ -138,7 +138,7 @@ def cpu_process(rank: int, world_size: int, case: Case) -> Process:
     return Process(rank, world_size, torch.device("cpu"), mesh)
 
 
-def build(case: Case, process: Process) -> TrainModel:
+def job_and_role(case: Case) -> tuple[Job, RoleProgram]:
     flags = {"model.name": "tiny", "data.source": "none", "train.method": case.method}
     flags |= {"train.seed": SEED, "model.dtype": case.config.dtype}
     if case.lora:
@@ -150,8 +150,12 @@ def build(case: Case, process: Process) -> TrainModel:
         dtypes=case.all_dtypes,
         recompute=case.recompute,
     )
+    return load_job(None, flags), role
+
+
+def build(case: Case, process: Process) -> TrainModel:
     source = ModelSource(config=case.config, folder=None, tokenizer_folder=Path())
-    return build_model(load_job(None, flags), role, source, process)
+    return build_model(*job_and_role(case), source, process)
 
 
 def train_bound(rank: int, world_size: int, case: Case) -> Outcome:
