@@ -14,7 +14,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +70,7 @@ def _scratch(path: Path) -> str:
 def _alone(path: Path) -> Iterator[bool]:
     """Whether `path` is missing, and if so with nobody else writing it.
 
-    What a writer that died left behind is removed.
+    What writers that died left behind, of this or another result, is removed.
     """
     if path.exists():
         yield False
@@ -81,9 +81,7 @@ def _alone(path: Path) -> Iterator[bool]:
             if path.exists():
                 yield False
                 return
-            for left in path.parent.glob(f"{_scratch(path)}*"):
-                if left.is_dir():
-                    shutil.rmtree(left, ignore_errors=True)
+            _sweep(path)
             yield True
     except OSError as error:
         rule = f"cannot be written: {(error.strerror or str(error)).lower()}"
@@ -104,6 +102,22 @@ def _locked(path: Path) -> Iterator[None]:
             finally:
                 path.unlink(missing_ok=True)
             return
+
+
+def _sweep(path: Path) -> None:
+    """Remove scratch folders whose lock nobody holds; that of `path` is held by the caller."""
+    for left in path.parent.glob(".*.*"):
+        name, _, rest = left.name.removeprefix(".").rpartition(".")
+        lock = left.with_name(f".{name}.lock")
+        if not left.is_dir() or rest == "lock":
+            continue
+        if name == path.name or not lock.exists():
+            shutil.rmtree(left, ignore_errors=True)
+            continue
+        with suppress(BlockingIOError, FileNotFoundError), lock.open("r+") as held:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(left, ignore_errors=True)
+            lock.unlink(missing_ok=True)
 
 
 def _is_same(descriptor: int, path: Path) -> bool:

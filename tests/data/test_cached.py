@@ -87,6 +87,20 @@ def test_a_killed_writer_blocks_nobody_and_leaves_nothing(tmp_path):
     assert [each.name for each in target.iterdir()] == ["whole"]
 
 
+def test_what_a_killed_writer_left_is_gone_after_the_next_write_of_anything(tmp_path):
+    dead, alive = tmp_path / "kind" / "dead", tmp_path / "kind" / "alive"
+    processes = [started(WAIT, str(target)) for target in (dead, alive)]
+    assert [process.stdout.readline() for process in processes] == ["begun\n"] * 2
+    processes[0].kill()
+    processes[0].communicate(timeout=30)
+    cached.cached_file(tmp_path / "kind" / "other", lambda new: new.write_text("whole"))
+    kept = {each.name.split(".")[1] for each in dead.parent.iterdir() if each.name[0] == "."}
+    assert kept == {"alive"}  # with its lock and its half-written folder
+    assert len(list(dead.parent.iterdir())) == 3
+    processes[1].kill()
+    processes[1].communicate(timeout=30)
+
+
 def test_a_waiting_process_goes_on_when_the_writer_dies(tmp_path):
     target = tmp_path / "kind" / "result"
     first = started(WAIT, str(target))
