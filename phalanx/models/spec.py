@@ -214,11 +214,13 @@ class LoraSpec:
     def __post_init__(self) -> None:
         if self.rank < 1:
             raise JobError(
-                "job/bad-value", "lora.rank", self.rank, "must be >= 1", legal=[1, 8, 16]
+                "job/bad-value", "train.lora_rank", self.rank, "must be >= 1", legal=[1, 8, 16]
             )
         if not 0.0 <= self.dropout < 1.0:
             rule = "must lie in 0 <= dropout < 1"
-            raise JobError("job/bad-value", "lora.dropout", self.dropout, rule, legal=[0.0, 0.05])
+            raise JobError(
+                "job/bad-value", "train.lora_dropout", self.dropout, rule, legal=[0.0, 0.05]
+            )
 
     @property
     def scale(self) -> float:
@@ -243,7 +245,7 @@ def lora_targets(config: DecoderConfig, lora: LoraSpec) -> list[TensorSpec]:
         if not any(_matches(module, pattern) for module in modules):
             legal = nearest_names(pattern, PROJECTIONS)
             rule = "matches no matrix of the model"
-            raise JobError("job/bad-value", "lora.targets", repr(pattern), rule, legal=legal)
+            raise JobError("job/bad-value", "train.lora_targets", repr(pattern), rule, legal=legal)
     return [
         spec for module, spec in modules.items() if any(_matches(module, p) for p in lora.targets)
     ]
@@ -279,7 +281,7 @@ def lora_warnings(config: DecoderConfig, lora: LoraSpec) -> list[str]:
                 which += " that use keys and values of other layers" if shares else ""
                 near = f"they have {', '.join(sorted({m.rsplit('.', 1)[-1] for m in modules}))}"
                 warnings.append(
-                    f"lora.targets = {pattern!r}: adapts nothing in the {which}: {near}"
+                    f"train.lora_targets = {pattern!r}: adapts nothing in the {which}: {near}"
                 )
     return warnings
 

@@ -15,8 +15,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from phalanx.errors import JobError
+from phalanx.ops import native
 
 _QUERY_BLOCK = 128  # a block's scores stay in cache; measured best of 64 to 512 on AVX-512
+_MOST_FLASH_CHANNELS = 256
 
 
 @dataclass(frozen=True)
@@ -77,14 +79,23 @@ def packed_attention(
         scale: factor on the scores.
         window: keys that a query sees, its own included; None: all earlier ones.
     """
-    if q_SHC.is_cuda and q_SHC.dtype in (torch.bfloat16, torch.float16):
+    if _has_varlen_kernel(q_SHC):
         return _varlen_attention(q_SHC, k_SKC, v_SKC, documents, scale, window)
+    if native.serves_attention(q_SHC, k_SKC, v_SKC, max(documents.lengths)):
+        return _CompiledAttention.apply(q_SHC, k_SKC, v_SKC, documents.bounds, scale, window)
     lengths = documents.lengths
     outputs = [
         causal_attention(q, k, v, scale=scale, window=window)
         for q, k, v in zip(q_SHC.split(lengths), k_SKC.split(lengths), v_SKC.split(lengths))
     ]
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+def _has_varlen_kernel(q_SHC: Tensor) -> bool:
+    """What flash attention is compiled for: Gemma 4's full layers have 512 channels and are not."""
+    channels = q_SHC.shape[-1]
+    is_compiled_for = channels % 8 == 0 and channels <= _MOST_FLASH_CHANNELS
+    return q_SHC.is_cuda and q_SHC.dtype in (torch.bfloat16, torch.float16) and is_compiled_for
 
 
 def _varlen_attention(
@@ -112,6 +123,22 @@ def _varlen_attention(
         window_size=(left, 0),
         enable_gqa=q_SHC.shape[1] != k_SKC.shape[1],
     )
+
+
+class _CompiledAttention(torch.autograd.Function):
+    """forward(q, k, v, bounds, scale, window): all documents of a row in one call of ops.native."""
+
+    @staticmethod
+    def forward(ctx, q_SHC, k_SKC, v_SKC, bounds, scale, window):
+        ctx.save_for_backward(q_SHC, k_SKC, v_SKC)
+        ctx.options = (bounds, scale, window)
+        return native.attention_forward(q_SHC, k_SKC, v_SKC, *ctx.options)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_SHC):
+        grads = native.attention_backward(grad_SHC, *ctx.saved_tensors, *ctx.options)
+        return *grads, None, None, None
 
 
 def causal_attention(

@@ -20,6 +20,7 @@ from phalanx.models.decoder import Decoder
 from phalanx.models.hf import load_decoder, save_folder
 from phalanx.models.parameters import initial_values, load_parameters
 from phalanx.models.spec import canonical_tensors, kv_token_bytes
+from phalanx.ops import attention
 from phalanx.ops.loss import counted_cross_entropy
 from tests.models.cases import random_decoder, random_tokens, transformers_twin
 from tests.models.families import FAMILIES, TABLES, tiny_config
@@ -218,3 +219,39 @@ def test_experts_are_counted_but_not_computed():
     assert {name: tuple(value.shape) for name, value in twin.state_dict().items()} == {
         name: spec.shape for name, spec in canonical_tensors(config).items()
     } | {"lm_head.weight": (config.vocab_size, config.hidden_size)}
+
+
+@every_family
+def test_a_step_reads_nothing_back_from_its_device(family):
+    """Meta tensors have no values: whatever asked for one or made a tensor elsewhere would fail."""
+    decoder = Decoder(tiny_config(family, "bfloat16"), device="meta")
+    tokens = torch.zeros(33, dtype=torch.int64, device="meta")
+    hidden = decoder(tokens, document_starts=(0, 4, 20))
+    hidden.sum().backward()
+    for name, parameter in decoder.named_parameters():
+        reached = parameter.requires_grad and name != "lm_head.weight"
+        assert (parameter.grad is not None) == reached
+    with torch.no_grad():
+        caches = [KvCache(decoder.config, device="meta") for _ in range(2)]
+        decoder(tokens[:9], document_starts=(0, 4), caches=caches)
+        assert decoder(tokens[:2], document_starts=(0, 1), caches=caches).shape == hidden[:2].shape
+
+
+@pytest.mark.parametrize(
+    ("channels", "dtype", "has_kernel"),
+    [
+        (256, torch.bfloat16, True),
+        (128, torch.float16, True),
+        (512, torch.bfloat16, False),  # Gemma 4's full layers
+        (12, torch.bfloat16, False),
+        (128, torch.float32, False),
+    ],
+)
+def test_heads_that_flash_attention_is_not_compiled_for_take_the_blocked_form(
+    channels, dtype, has_kernel
+):
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        q_SHC = torch.empty(3, 2, channels, dtype=dtype, device="cuda")
+        assert attention._has_varlen_kernel(q_SHC) == has_kernel

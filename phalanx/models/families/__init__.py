@@ -30,7 +30,6 @@ class Family:
         write: the sizes and options of a `config.json`; `models.config` adds what all have.
         wrapper_types: `model_type`s of multimodal configs that hold this one as `text_config`.
         wrapper_keys: their keys that concern other towers only.
-        gguf_architecture: name in GGUF files; "": never met there.
     """
 
     model_type: str
@@ -39,7 +38,6 @@ class Family:
     write: Callable[[DecoderConfig], dict[str, Any]]
     wrapper_types: tuple[str, ...] = ()
     wrapper_keys: frozenset[str] = field(default_factory=frozenset)
-    gguf_architecture: str = ""
 
 
 @cache

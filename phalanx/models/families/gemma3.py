@@ -154,5 +154,4 @@ FAMILY = Family(
     write=_write,
     wrapper_types=("gemma3",),
     wrapper_keys=_WRAPPER_KEYS,
-    gguf_architecture="gemma3",
 )

@@ -70,5 +70,4 @@ FAMILY = Family(
     architecture="LlamaForCausalLM",
     read=_read,
     write=_write,
-    gguf_architecture="llama",
 )

@@ -87,5 +87,4 @@ FAMILY = Family(
     architecture="Qwen3ForCausalLM",
     read=_read,
     write=_write,
-    gguf_architecture="qwen3",
 )
