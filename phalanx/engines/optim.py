@@ -6,7 +6,7 @@ updated as the whole would be, without DTensor's dispatch for each of thousands 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,9 @@ class ShardedAdamW:
             are trained. The objects are kept, because FSDP2 puts others in their place meanwhile.
         weight_decay: decoupled; on matrices only.
         clip_norm: limit of the global norm; 0: none.
+
+    Attributes:
+        before_change: called each time before weights, moments and counts change.
     """
 
     def __init__(
@@ -46,6 +49,7 @@ class ShardedAdamW:
         self._betas, self._eps = betas, eps
         self._weight_decay = weight_decay
         self._state: dict[str, list[Tensor]] = {}
+        self.before_change: list[Callable[[], None]] = []
 
     def norm(self) -> Tensor:
         """Global norm of the gradients as they are; all ranks call it."""
@@ -69,11 +73,17 @@ class ShardedAdamW:
         if self.clip_norm > 0.0:
             _scale(grads, torch.clamp(self.clip_norm / (norm + 1e-6), max=1.0))
         found_inf = None if skip is None else (skip != 0).float()
+        self.about_to_change()
         for is_matrix, decay in ((True, self._weight_decay), (False, 0.0)):
             self._update(grads, is_matrix, lr, decay, found_inf)
         for parameter in self.parameters:
             parameter.grad = None
         return norm
+
+    def about_to_change(self) -> None:
+        """Tell those who read the state from another thread."""
+        for tell in self.before_change:
+            tell()
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, dict[str, Tensor]]:

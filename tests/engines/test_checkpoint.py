@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import time
 from math import prod
 from pathlib import Path
 
@@ -19,6 +21,7 @@ from phalanx.engines.checkpoint import (
     latest,
     restore,
     restore_latest,
+    shard_file,
 )
 from phalanx.errors import JobError
 from tests.engines.checkpoint_cases import JOB, awkward_run, train_steps, whole_state
@@ -243,3 +246,39 @@ def test_a_run_goes_on_from_the_newest_good_one(tmp_path):
         assert "manifest.json is not what was written" in told[1]
     assert latest(tmp_path).name == "step-00000002"
     assert latest(tmp_path, verify=False).name == "step-00000006"
+
+
+def saved_slowly(rank, world_size, folder):
+    """The disk takes longer than a step; the state at the moment of each save."""
+    model, optimizer, process = awkward_run(rank, world_size, {"shard": 2}, seed=1)
+    checkpoints = Checkpoints(
+        folder, model, optimizer, process, keep=9, job_key="key", num_snapshots=2
+    )
+    write = os.write
+
+    def slow_write(handle, piece):
+        time.sleep(0.01)
+        return write(handle, piece[:100])
+
+    shard_file.os.write = slow_write
+    states = []
+    try:
+        for step in range(3):
+            train_steps(model, optimizer, [step])
+            states.append(whole_state(optimizer))
+            checkpoints.save(Progress(step=step + 1))
+            train_steps(model, optimizer, [step])
+        restore(latest(folder), model, optimizer, process)  # changes what is being written
+        checkpoints.close()
+    finally:
+        shard_file.os.write = write
+    assert not optimizer.before_change
+    return states
+
+
+@pytest.mark.dist
+def test_a_checkpoint_is_of_its_moment_however_long_it_takes_to_write(tmp_path):
+    states = run_ranks(saved_slowly, 2, str(tmp_path))[0]
+    for step, state in enumerate(states):
+        path = str(tmp_path / f"step-{step + 1:08d}")
+        require_equal(run_ranks(restored, 1, path, {"shard": 1})[0][1], state)

@@ -17,6 +17,7 @@ from phalanx.engines.checkpoint.manifest import StoredSlice, StoredTensor
 from phalanx.engines.checkpoint.reader import read_slices
 from phalanx.engines.checkpoint.shard_file import DTYPES, write_shard
 from phalanx.engines.checkpoint.slices import Slice, cut, require_whole, writers
+from phalanx.engines.checkpoint.snapshot import PIECE_BYTES, Values
 from phalanx.engines.checkpoint.state import Entry
 from phalanx.errors import PlanError
 
@@ -47,8 +48,7 @@ def written(folder, tensors, held):
         offsets = {name: held[rank][name].offset for name in names}
         for name in names:
             slices[name].append(StoredSlice(str(rank), *held[rank][name]))
-        write_shard(folder / str(rank), mine, offsets)
-        assert mine == {}
+        write_shard(folder / str(rank), Values(mine), mine, offsets)
     return {
         name: StoredTensor(tuple(tensors[name].shape), "", tuple(found))
         for name, found in slices.items()
@@ -133,7 +133,7 @@ def test_safetensors_reads_what_is_written(tmp_path, dtype):
         'quo"ted \u00e4': torch.tensor([1, 0]).to(dtype),
     }
     record = write_shard(
-        tmp_path / "file", dict(tensors), {n: (0,) * t.dim() for n, t in tensors.items()}
+        tmp_path / "file", Values(tensors), tensors, {n: (0,) * t.dim() for n, t in tensors.items()}
     )
     again = load_file(tmp_path / "file")
     assert again.keys() == tensors.keys()
@@ -149,5 +149,34 @@ def test_safetensors_reads_what_is_written(tmp_path, dtype):
 def test_a_file_is_never_written_over(tmp_path):
     (tmp_path / "file").write_bytes(b"mine")
     with pytest.raises(FileExistsError):
-        write_shard(tmp_path / "file", {}, {})
+        write_shard(tmp_path / "file", Values({}), [], {})
     assert (tmp_path / "file").read_bytes() == b"mine"
+
+
+def test_a_snapshot_keeps_its_moment_while_the_tensors_change():
+    tensors = {
+        "long": torch.arange(PIECE_BYTES // 2, dtype=torch.float32),  # two pieces
+        "cut": torch.arange(24.0).view(4, 6)[:, 1:3],
+        "scalar": torch.tensor(5.0),
+    }
+    expected = {n: each.contiguous().reshape(-1).view(torch.uint8) for n, each in tensors.items()}
+    expected = {name: each.numpy().tobytes() for name, each in expected.items()}
+    values, found = Values(tensors), {name: b"" for name in tensors}
+
+    def change():
+        values.detach()
+        for each in tensors.values():
+            each.fill_(-1.0)
+
+    def sink(piece):
+        found["long"] += bytes(piece)
+
+    sink(values._next_piece("long"))
+    change()  # between two pieces
+    values.read("long", sink)
+    change()
+    for name in ("cut", "scalar"):
+        values.read(
+            name, lambda piece, name=name: found.__setitem__(name, found[name] + bytes(piece))
+        )
+    assert found == expected

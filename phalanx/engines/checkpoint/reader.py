@@ -77,6 +77,7 @@ def restore(
     if weights_only:
         stored = {n: t for n, t in stored.items() if not n.startswith(f"{OPTIMIZER}.")}
     _require_same(path, entries, stored)
+    optimizer.about_to_change()
     read_slices(path, entries, stored)
     for module in model.decoder.modules():
         if isinstance(module, FSDPModule):

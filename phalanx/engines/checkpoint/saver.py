@@ -1,4 +1,4 @@
-"""Checkpoints of a run: copied between two steps, written behind the steps, committed by a rename.
+"""Checkpoints of a run: taken between two steps, written behind the steps, committed by a rename.
 
 The values are safetensors files and the rest is one JSON manifest (`manifest`). The writers of
 torch.distributed.checkpoint are not used: torch's own keeps its metadata as a pickle, and its
@@ -20,9 +20,9 @@ from phalanx.engines.checkpoint.agree import Council
 from phalanx.engines.checkpoint.generators import generator_states
 from phalanx.engines.checkpoint.progress import Progress
 from phalanx.engines.checkpoint.slices import Slice, require_whole, writers
+from phalanx.engines.checkpoint.snapshot import Staging
 from phalanx.engines.checkpoint.state import (
     Entry,
-    Staging,
     optimizer_entries,
     predicted_bytes,
     weight_entries,
@@ -49,8 +49,8 @@ class Checkpoints:
         keep: how many of the newest stay; "best" is kept beside them.
         job_key: of the job, compared when one is read.
         sections: sections of the job that change the result, to say what differs.
-        num_snapshots: how many copies of the state may be in host memory at once: with 2 one is
-            taken while the one before is still being written, with 1 `save` waits for it.
+        num_snapshots: how many may be in host memory at once: with 2 one is taken while the one
+            before is still being written, with 1 `save` waits for it.
         on_failure: gets the error of a save that failed behind the steps, at the next `save`, on
             all ranks; None: it is raised there.
         on_saved: gets progress, name and folder of each checkpoint that is complete, on all ranks,
@@ -81,6 +81,7 @@ class Checkpoints:
         self._pending: deque[tuple[Snapshot, Future[Path | WorldError]]] = deque()
         self._mine: dict[bool, set[str]] = {}
         self._require_all_trained()
+        optimizer.before_change.append(self._keep_apart)
         if process.leads:
             commit.recover(self.folder)
 
@@ -103,6 +104,8 @@ class Checkpoints:
     def save(self, progress: Progress, name: str = "step") -> None:
         """Take a snapshot and return; a thread writes it. All ranks call it after the same step.
 
+        Until the thread is done, trained weights may be changed by `optimizer` and `restore` only.
+
         Args:
             progress: as JSON can hold it.
             name: "best" keeps weights only, and one of its kind; training cannot go on from it.
@@ -121,7 +124,7 @@ class Checkpoints:
             entries |= optimizer_entries(self.optimizer)
         mine = self._written_here(name != BEST, entries)
         staging = self._free.pop()
-        values = staging.copy({key: each.local for key, each in entries.items() if key in mine})
+        values = staging.take({key: each.local for key, each in entries.items() if key in mine})
         keep = 1 if name == BEST else self.keep
         rng = generator_states(self.process.device)
         snapshot = Snapshot(name, progress, keep, staging, values, entries, rng)
@@ -145,6 +148,12 @@ class Checkpoints:
             self.wait()
         finally:
             self._thread.shutdown()
+            self.optimizer.before_change.remove(self._keep_apart)
+
+    def _keep_apart(self) -> None:
+        """The tensors are about to change, snapshots must not."""
+        for snapshot, _ in self._pending:
+            snapshot.values.detach()
 
     def _require_all_trained(self) -> None:
         """What the optimizer does not know would be missing in the checkpoint."""

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+
+from phalanx.engines.checkpoint.snapshot import Form, Values
 
 DTYPES = {
     torch.float64: "F64",
@@ -27,7 +28,6 @@ DTYPES = {
     torch.uint8: "U8",
 }
 OFFSETS_KEY = "DCP_SHARDING_INFO"  # where torch's HuggingFaceStorageReader looks for offsets
-_PIECE_BYTES = 1 << 23  # between two calls of write
 
 
 class FileRecord(NamedTuple):
@@ -38,53 +38,49 @@ class FileRecord(NamedTuple):
 
 
 def write_shard(
-    path: Path, tensors: dict[str, Tensor], offsets: Mapping[str, tuple[int, ...]]
+    path: Path, values: Values, names: Iterable[str], offsets: Mapping[str, tuple[int, ...]]
 ) -> FileRecord:
     """Write slices of tensors and forget each as soon as it is written.
 
     Args:
         path: a new file.
-        tensors: contiguous and in host memory; empty afterwards.
+        values: that hold the slices.
+        names: of those that the file gets.
         offsets: first row of each slice in its whole tensor, kept in the header.
 
     Raises:
         OSError: as the file system says.
     """
-    header = _header(tensors, offsets)
+    names = list(names)
     digest, num_bytes = hashlib.sha256(), 0
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+
+    def write(piece: memoryview) -> None:
+        nonlocal num_bytes
+        digest.update(piece)
+        num_bytes += len(piece)
+        while piece:
+            piece = piece[os.write(handle, piece) :]
+
     try:
-        for piece in _pieces(header, tensors):
-            digest.update(piece)
-            num_bytes += len(piece)
-            while piece:
-                piece = piece[os.write(handle, piece) :]
+        write(memoryview(_header({name: values.forms[name] for name in names}, offsets)))
+        for name in names:
+            values.read(name, write)
         os.fsync(handle)
     finally:
         os.close(handle)
     return FileRecord(num_bytes, digest.hexdigest())
 
 
-def _header(tensors: Mapping[str, Tensor], offsets: Mapping[str, tuple[int, ...]]) -> bytes:
-    saved = {name: {"saved_offsets": list(offsets[name])} for name in tensors}
+def _header(forms: Mapping[str, Form], offsets: Mapping[str, tuple[int, ...]]) -> bytes:
+    saved = {name: {"saved_offsets": list(offsets[name])} for name in forms}
     table: dict[str, object] = {"__metadata__": {"format": "pt", OFFSETS_KEY: json.dumps(saved)}}
     start = 0
-    for name, tensor in tensors.items():
-        end = start + tensor.nbytes
-        dtype, shape = DTYPES[tensor.dtype], list(tensor.shape)
+    for name, form in forms.items():
+        end = start + form.num_bytes
+        dtype, shape = DTYPES[form.dtype], list(form.shape)
         table[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
         start = end
     text = json.dumps(table).encode()
     text += b" " * (-len(text) % 8)  # values start at a multiple of eight bytes
     return len(text).to_bytes(8, "little") + text
-
-
-def _pieces(header: bytes, tensors: dict[str, Tensor]) -> Iterable[memoryview]:
-    yield memoryview(header)
-    for name in list(tensors):
-        tensor = tensors.pop(name)
-        if not tensor.numel():
-            continue
-        values = memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
-        for start in range(0, len(values), _PIECE_BYTES):
-            yield values[start : start + _PIECE_BYTES]

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from phalanx.engines.checkpoint.manifest import OPTIMIZER, WEIGHTS
@@ -56,41 +54,3 @@ def predicted_bytes(optimizer: ShardedAdamW, num_ranks: int, *, with_optimizer: 
     values = sum(each.numel() * each.element_size() for each in tensors)
     copies, kinds = (3, 4) if with_optimizer else (1, 1)
     return copies * values + kinds * len(tensors) * (num_ranks + 1) * NAMED_BYTES
-
-
-class Staging:
-    """Host memory for one snapshot of what a rank writes.
-
-    On CUDA the memory is pinned and kept, and copies run on the current stream behind the step that
-    made the values, so the caller goes on at once. On the CPU it is taken for each snapshot and
-    given back while the file is written.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._pinned: dict[str, Tensor] = {}
-        self._is_cuda = device.type == "cuda"
-        self._copied: torch.cuda.Event | None = None
-
-    def copy(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Copies in host memory; complete only after `wait`."""
-        copies = {name: self._room(name, each) for name, each in tensors.items()}
-        for name, each in tensors.items():
-            copies[name].copy_(each, non_blocking=self._is_cuda)
-        if self._is_cuda:
-            self._copied = torch.cuda.Event()
-            self._copied.record()
-        return copies
-
-    def wait(self) -> None:
-        """Until the values of the last copy are there."""
-        if self._copied is not None:
-            self._copied.synchronize()
-
-    def _room(self, name: str, like: Tensor) -> Tensor:
-        if not self._is_cuda:
-            return torch.empty(like.shape, dtype=like.dtype)
-        kept = self._pinned.get(name)
-        if kept is None:
-            kept = torch.empty(like.shape, dtype=like.dtype, pin_memory=True)
-            self._pinned[name] = kept
-        return kept

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 import phalanx
 from phalanx.engines.checkpoint import commit
 from phalanx.engines.checkpoint.agree import Council
 from phalanx.engines.checkpoint.manifest import (
+    OPTIMIZER,
+    WEIGHTS,
     Manifest,
     StoredFile,
     StoredSlice,
@@ -23,7 +24,8 @@ from phalanx.engines.checkpoint.manifest import (
 )
 from phalanx.engines.checkpoint.progress import Progress
 from phalanx.engines.checkpoint.shard_file import write_shard
-from phalanx.engines.checkpoint.state import Entry, Staging
+from phalanx.engines.checkpoint.snapshot import Staging, Values
+from phalanx.engines.checkpoint.state import Entry
 from phalanx.engines.process import Process
 from phalanx.errors import WorldError
 
@@ -36,7 +38,7 @@ class Snapshot:
         name, progress: of the checkpoint.
         keep: how many of its kind stay.
         staging: whose memory the values are in.
-        values: what this rank writes; emptied while it is written.
+        values: what this rank writes.
         entries: the whole state, equal on all ranks but for what each holds.
         rng: states of this rank's generators.
     """
@@ -45,7 +47,7 @@ class Snapshot:
     progress: Progress
     keep: int
     staging: Staging
-    values: dict[str, Tensor]
+    values: Values
     entries: Mapping[str, Entry]
     rng: dict[str, str]
 
@@ -76,7 +78,7 @@ class Writer:
         except OSError as error:
             record = {"error": _told(error, scratch)}
         finally:
-            snapshot.values.clear()
+            snapshot.values.forget()
         records = self._council.gather(record)
         error = _first_error(records)
         if self.process.leads:
@@ -93,19 +95,15 @@ class Writer:
     def _write_files(self, scratch: Path, snapshot: Snapshot) -> dict[str, Any]:
         scratch.mkdir(parents=True, exist_ok=True)
         files, slices = {}, {}
-        for part in dict.fromkeys(each.part for each in snapshot.entries.values()):
-            tensors = {
-                name: snapshot.values.pop(name)
-                for name in list(snapshot.values)
-                if snapshot.entries[name].part == part
-            }
-            if not tensors:
+        for part in (WEIGHTS, OPTIMIZER):
+            names = [n for n in snapshot.values.forms if snapshot.entries[n].part == part]
+            if not names:
                 continue
             file = f"{part}-{self.process.rank:05d}-of-{self.process.world_size:05d}.safetensors"
-            held = {name: snapshot.entries[name].held for name in tensors}
+            held = {name: snapshot.entries[name].held for name in names}
             slices |= {name: [file, *each] for name, each in held.items()}
             offsets = {name: each.offset for name, each in held.items()}
-            files[file] = write_shard(scratch / file, tensors, offsets)
+            files[file] = write_shard(scratch / file, snapshot.values, names, offsets)
         return {"files": files, "slices": slices, "rng": snapshot.rng}
 
     def _commit(
