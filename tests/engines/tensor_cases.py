@@ -14,6 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from phalanx.data.batches import MicroBatch
 from phalanx.engines.optim import ShardedAdamW
@@ -74,11 +75,20 @@ class Case:
 
 
 class Outcome(NamedTuple):
-    """Of training: losses and gradient norms step by step, and what was trained, whole."""
+    """Of training.
+
+    Attributes:
+        losses, norms: step by step.
+        weights: what was trained, whole.
+        changed: frozen parameters that are other than before.
+        misplaced: moments that are placed otherwise than their parameter.
+    """
 
     losses: list[float]
     norms: list[float]
     weights: dict[str, Tensor]
+    changed: tuple[str, ...] = ()
+    misplaced: tuple[str, ...] = ()
 
 
 def rows_of(case: Case, step: int) -> list[MicroBatch]:
@@ -161,6 +171,7 @@ def build(case: Case, process: Process) -> TrainModel:
 def train_bound(rank: int, world_size: int, case: Case) -> Outcome:
     model = build(case, cpu_process(rank, world_size, case))
     optimizer = ShardedAdamW(model.decoder.named_parameters(), weight_decay=DECAY, clip_norm=CLIP)
+    before = _frozen(model)
     losses, norms = [], []
     for step in range(case.steps):
         mine = rows_of(case, step)[model.data.rank :: model.data.num_ranks]
@@ -173,7 +184,36 @@ def train_bound(rank: int, world_size: int, case: Case) -> Outcome:
         model.finish_step()
         norms.append(float(optimizer.step(case.lr)))
         losses.append(float(model.data.sum(total)))
-    return Outcome(losses, norms, dict(model.whole_trainable()))
+    after = _frozen(model)
+    changed = tuple(name for name, value in before.items() if not torch.equal(after[name], value))
+    return Outcome(
+        losses, norms, dict(model.whole_trainable()), changed, _misplaced(model, optimizer)
+    )
+
+
+def _frozen(model: TrainModel) -> dict[str, Tensor]:
+    """Copies of the frozen parameters, whole: some stay gathered once they have been."""
+    frozen = {n: p.detach() for n, p in model.decoder.named_parameters() if not p.requires_grad}
+    return {
+        name: value.full_tensor() if isinstance(value, DTensor) else value.clone()
+        for name, value in frozen.items()
+    }
+
+
+def _misplaced(model: TrainModel, optimizer: ShardedAdamW) -> tuple[str, ...]:
+    state = optimizer.state_dict()
+    return tuple(
+        name
+        for name, parameter in model.decoder.named_parameters()
+        if parameter.requires_grad
+        for kind in ("exp_avg", "exp_avg_sq")
+        if _place(state[kind][name]) != _place(parameter)
+    )
+
+
+def _place(tensor: Tensor) -> tuple:
+    """Shape, mesh and placements."""
+    return tensor.shape, *(getattr(tensor, name, ()) for name in ("device_mesh", "placements"))
 
 
 def bound_loss(

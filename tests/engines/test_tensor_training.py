@@ -7,6 +7,7 @@ What a mesh or an option may change, on one small model in float64; all families
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -35,6 +36,25 @@ STEPS = 4
 FULL = Case(config=CONFIG, steps=STEPS)
 ADAPTED = replace(FULL, lora=LORA)
 BOTH = {"shard": 2, "tp": 2}
+MESHES = {"fsdp 2": {"shard": 2, "tp": 1}, "tp 2": {"shard": 1, "tp": 2}}
+
+# ---- accumulation and mixed dtypes, in float32 and bfloat16
+SINGLE = replace(CONFIG, dtype="float32")
+DOCUMENTS = ((5, 3, 9, 4), (6, 2, 7, 8))
+SPLITS = {
+    (mesh, by_document): Case(
+        config=SINGLE, mesh=MESHES[mesh], rows=DOCUMENTS, by_document=by_document, steps=3, lr=1e-3
+    )
+    for mesh in MESHES
+    for by_document in (False, True)
+}
+MIXED = Case(
+    config=replace(CONFIG, dtype="bfloat16"),
+    lora=LORA,
+    dtypes={"master": "float32"},
+    steps=STEPS,
+    lr=1e-3,
+)
 
 CASES = {
     "tp 2": FULL,
@@ -70,17 +90,25 @@ def size_of(case: Case) -> int:
 
 
 @pytest.fixture(scope="module")
-def outcomes() -> dict[str, list[Outcome]]:
+def outcomes() -> dict[Any, list[Outcome]]:
     """By case, of every rank; one launch per world size."""
-    found: dict[str, list[Outcome]] = {}
-    for size in {size_of(case) for case in CASES.values()}:
-        names = [name for name, case in CASES.items() if size_of(case) == size]
+    found: dict[Any, list[Outcome]] = {}
+    cases = CASES | SPLITS | {"mixed": MIXED}
+    for size in {size_of(case) for case in cases.values()}:
+        names = [name for name, case in cases.items() if size_of(case) == size]
         ranks = run_ranks(
-            train_cases, size, [CASES[n] for n in names], backend=None, timeout_s=300.0
+            train_cases, size, [cases[n] for n in names], backend=None, timeout_s=300.0
         )
         for at, name in enumerate(names):
             found[name] = [of_rank[at] for of_rank in ranks]
     return found
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("name", CASES)
+def test_moments_lie_where_their_parameters_do_and_frozen_weights_stay(name, outcomes):
+    for outcome in outcomes[name]:
+        assert not outcome.misplaced and not outcome.changed
 
 
 @pytest.fixture(scope="module")
@@ -100,3 +128,24 @@ def test_steps_equal_one_process(name, outcomes, references):
         for weight, value in expected.weights.items():
             found = outcome.weights[weight]
             torch.testing.assert_close(found, value, rtol=1e-9, atol=1e-9, msg=weight)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("mesh", MESHES)
+def test_accumulation_does_not_depend_on_the_split(mesh, outcomes):
+    """Four documents of each row in one micro-batch, or each in its own: float32."""
+    whole, split = (outcomes[mesh, by_document][0] for by_document in (False, True))
+    torch.testing.assert_close(split.losses, whole.losses, rtol=1e-6, atol=0.0)
+    torch.testing.assert_close(split.norms, whole.norms, rtol=1e-5, atol=0.0)
+
+
+@pytest.mark.dist
+def test_float32_adapters_on_a_bfloat16_base_train_as_in_one_process(outcomes):
+    """A product of a row is rounded to bfloat16 (2^-9) on each rank before it is summed, so losses
+    agree to a few roundings, not to float32's."""
+    expected = train_plain(MIXED)
+    for outcome in outcomes["mixed"]:
+        assert not outcome.changed
+        assert {value.dtype for value in outcome.weights.values()} == {torch.float32}
+        torch.testing.assert_close(outcome.losses, expected.losses, rtol=2**-8, atol=0.0)
+        torch.testing.assert_close(outcome.norms, expected.norms, rtol=2**-5, atol=0.0)
