@@ -14,7 +14,7 @@ TORCH_PARTS = (
     "phalanx.ops",
     "phalanx.engines",
     "phalanx.stores",
-    *(f"phalanx.models.{name}" for name in ("cache", "decoder", "demo", "folders", "gguf_import")),
+    *(f"phalanx.models.{name}" for name in ("cache", "decoder", "demo", "folders", "gguf_")),
     *(f"phalanx.models.{name}" for name in ("hf", "lora", "parameters", "peft_folder", "stored_")),
     "phalanx.worlds",
 )

@@ -6,6 +6,7 @@ and dtypes are the base repository's.
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
@@ -22,6 +23,7 @@ from phalanx.models.hf import read_whole, save_folder, save_tuned
 from phalanx.models.lora import merged_tensors
 from phalanx.models.parameters import initial_values
 from phalanx.models.peft_folder import StoredAdapters, save_adapter
+from phalanx.models.sentencepiece_model import complete_tokenizer
 from phalanx.models.source import ModelSource
 from phalanx.models.spec import LoraSpec, canonical_tensors
 from phalanx.models.stored import stored_tensors
@@ -35,15 +37,18 @@ def require_exports(job: Job, source: ModelSource) -> None:
     """Refuse before the first step what could not be written after the last.
 
     Raises:
-        JobError: `job/bad-value` for an unknown format; from `gguf_export.require_gguf` for a model
-            that cannot be written as GGUF.
+        JobError: `job/bad-value` for an unknown format; `environment/missing` without the gguf
+            package; from `gguf_export.require_gguf` for a model that it cannot hold.
     """
     for name in job.plan.exports:
         if name not in FORMATS:
             legal, rule = nearest_names(name, FORMATS), "is no format of exports"
             raise JobError("job/bad-value", "plan.exports", name, rule, legal=legal)
     if "gguf" in job.plan.exports:
-        from phalanx.models.gguf_export import require_gguf  # needs the gguf package
+        if importlib.util.find_spec("gguf") is None:
+            rule = "needs the package gguf; run: pip install 'phalanx-parallel[hf]'"
+            raise JobError("environment/missing", "plan.exports", "gguf", rule)
+        from phalanx.models.gguf_export import require_gguf
 
         require_gguf(source.config, source.tokenizer_folder)
 
@@ -54,7 +59,8 @@ def export(
     """Write `export/`, `adapter/` (lora) and `export.gguf` (where asked); all ranks call it.
 
     Returns:
-        Names of the folders written, for `TrainResult`: "export", and "adapter" for lora.
+        Names of what was written, for `TrainResult`: "export", "adapter" for lora, "gguf" where
+        asked.
     """
     trained = model.whole_trainable()
     try:
@@ -64,7 +70,8 @@ def export(
         for _ in trained:  # all ranks gather to the end, also when this one could not write
             pass
     process.barrier()
-    return {"export": EXPORT} | ({"adapter": ADAPTER} if model.lora else {})
+    written = {"export": EXPORT} | ({"adapter": ADAPTER} if model.lora else {})
+    return written | ({"gguf": GGUF} if "gguf" in job.plan.exports else {})
 
 
 def _write(
@@ -85,10 +92,11 @@ def _write(
         extras = source.tokenizer_folder
         save_folder(target, source.config, tensors, extras_from=extras, overwrite=True)
     _write_template(target, job)
+    complete_tokenizer(target, source.config.vocab_size)
     if "gguf" in job.plan.exports:
         from phalanx.models.gguf_export import export_gguf  # needs the gguf package
 
-        export_gguf(target, folder / GGUF, overwrite=True)
+        export_gguf(target, folder / GGUF, name=job.model.name, overwrite=True)
 
 
 def _merged(

@@ -117,23 +117,33 @@ def save_folder(
             `job/bad-value` when `target` exists and may not be overwritten; `environment/disk`
             when it would not fit.
     """
-    specs = canonical_tensors(config).values()
-    planned = [(spec.name, STORED_DTYPES[spec.dtype], spec.shape) for spec in specs]
     with atomic_folder(target, overwrite=overwrite) as folder:
-        writer = ShardWriter(folder, planned, max_shard_bytes)
-        for name, tensor in tensors:
-            writer.put(name, tensor)
-        writer.close()
-        _write_json(folder / "config.json", to_huggingface(config))
-        generation = {
-            "bos_token_id": config.bos_token,
-            "eos_token_id": list(config.eos_tokens),
-            "pad_token_id": config.pad_token,
-        }
-        _write_json(folder / "generation_config.json", generation)
+        fill_folder(folder, config, tensors, max_shard_bytes)
         if extras_from is not None:
             copy_companions(Path(extras_from), folder)
     return Path(target)
+
+
+def fill_folder(
+    folder: Path,
+    config: DecoderConfig,
+    tensors: Iterable[tuple[str, Tensor]],
+    max_shard_bytes: float = MAX_SHARD_BYTES,
+) -> None:
+    """Write weights and config into a folder that exists, as `save_folder` does."""
+    specs = canonical_tensors(config).values()
+    planned = [(spec.name, STORED_DTYPES[spec.dtype], spec.shape) for spec in specs]
+    writer = ShardWriter(folder, planned, max_shard_bytes)
+    for name, tensor in tensors:
+        writer.put(name, tensor)
+    writer.close()
+    _write_json(folder / "config.json", to_huggingface(config))
+    generation = {
+        "bos_token_id": config.bos_token,
+        "eos_token_id": list(config.eos_tokens),
+        "pad_token_id": config.pad_token,
+    }
+    _write_json(folder / "generation_config.json", generation)
 
 
 def save_tuned(
