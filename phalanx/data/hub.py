@@ -10,6 +10,7 @@ import glob
 import re
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
+from functools import lru_cache
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -24,8 +25,9 @@ _SPLITS = {
 _NOT_ROWS = ("dataset_infos.json", "dataset_dict.json", "dataset_info.json", "state.json")
 
 
-def hub_files(source: str) -> list[Path]:
-    """The files that a source names, fetched if they are not here.
+@lru_cache(maxsize=16)
+def hub_files(source: str) -> tuple[Path, ...]:
+    """The files that a source names, fetched if they are not here; asked once in a process.
 
     Args:
         source: owner/name, or owner/name/path.
@@ -44,7 +46,7 @@ def hub_files(source: str) -> list[Path]:
         chosen = choose(here, source, path)
     else:
         chosen, folder = _fetch(source, repository, path)
-    return [folder / each for each in chosen]
+    return tuple(folder / each for each in chosen)
 
 
 def _fetch(source: str, repository: str, path: str) -> tuple[list[str], Path]:

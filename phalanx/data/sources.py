@@ -82,7 +82,7 @@ def files_of(source: str) -> list[Path]:
     if _HUB_NAME.fullmatch(source) and not path.parent.is_dir():
         from phalanx.data.hub import hub_files
 
-        return hub_files(source)
+        return list(hub_files(source))
     near = nearest_names(path.name, _known_names(path.parent))
     rule = f"is no file, folder, Hub name (owner/name) or built-in data ({', '.join(BUILT_IN)})"
     raise JobError("job/not-found", "data.source", source, rule, legal=near or BUILT_IN)

@@ -72,7 +72,9 @@ def kept(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    return snapshot
+    hub.hub_files.cache_clear()
+    yield snapshot
+    hub.hub_files.cache_clear()
 
 
 def test_offline_the_kept_copy_is_read(kept):
@@ -122,7 +124,7 @@ def test_only_the_files_that_are_meant_are_fetched(kept, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", lambda self, name: Info)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fetched)
-    assert hub.hub_files("owner/name") == [kept / "b[1]/x.jsonl"]
+    assert hub.hub_files("owner/name") == (kept / "b[1]/x.jsonl",)
     assert asked == {
         "name": "owner/name",
         "repo_type": "dataset",
