@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.data.prepare import Prepared, prepare
-from phalanx.engines.callbacks import Callback
+from phalanx.engines.callbacks import Callback, load_callbacks
 from phalanx.engines.process import rank_here, resident_bytes, start_process
 from phalanx.engines.result import TrainResult
 from phalanx.engines.run_folder import read_run
@@ -58,7 +58,7 @@ def train(
         folder: run folder, shared by all processes; rank 0 writes.
         on_event: called on rank 0 with {"kind": "log" | "evaluate" | "step" | "checkpoint" |
             "warning" | "stopped" | "done", ...}; numbers as in `metrics.jsonl`.
-        callbacks: heard on every rank; see `engines.callbacks`.
+        callbacks: heard on every rank, with those of `train.callbacks`; see `engines.callbacks`.
         resume: a checkpoint folder to go on from; True: the newest of the run folder.
 
     Returns:
@@ -70,15 +70,17 @@ def train(
             stop.
         JobError, PlanError: from the data, the model or the plan, before the first step.
     """
-    baseline_bytes = resident_bytes()
     role, folder = plan.program("train"), Path(folder)
     rank, num_ranks = rank_here()
     notify: Events = on_event if rank == 0 and on_event else _ignore
     with Watch(folder, rank, num_ranks, hang_s=job.plan.hang_s) as watch:
         watch.note(-1, "data")
         source, data = prepared(job, lambda text: notify({"kind": "log", "text": text}))
+        heard = (*callbacks, *load_callbacks(job.train.callbacks))
         with start_process(role.device, role.grid(), watch=watch) as process:
-            inputs = Inputs(job, role, source, data, folder, tuple(callbacks), resume)
+            process.barrier()  # a page of a library counts once, shared by all that have mapped it
+            baseline_bytes = resident_bytes()
+            inputs = Inputs(job, role, source, data, folder, heard, resume)
             return TrainRun(inputs, process, watch, notify, baseline_bytes).go()
 
 

@@ -128,7 +128,7 @@ class RunReport:
             "cpu_s": held.outcome.cpu_s,
             "tokens_per_s": batch.num_tokens_global / step_s,
             "counted_tokens_per_s": batch.num_counted_global / step_s,
-            "memory_bytes": self.memory.peak_bytes(),
+            "memory_bytes": self.memory.peak_so_far(),
         }
 
     def evaluated(self, step: int, loss: float, num_rows: int, num_counted: int) -> None:
