@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from statistics import median
+from statistics import median, median_low
 
 import pytest
 import torch
@@ -150,6 +150,17 @@ def test_a_run_that_had_ended_may_try_again():
     again = guard()
     again.restore(json.loads(json.dumps(ended.state())))
     assert decide(again, 1.0) == (False, "")
+
+
+@given(norms=st.lists(st.floats(0.5, 1.5), max_size=WINDOW + 20))
+def test_the_median_is_that_of_the_last_norms(norms):
+    each = guard(spike_factor=1e9, on_spike="skip")
+    for norm in norms:
+        each.skip(torch.tensor(norm))
+    each.skip(torch.tensor(NAN))
+    *_, found = each._unheard[-1].tolist()
+    last = [torch.tensor(norm).item() for norm in norms[-WINDOW:]]  # as float32 holds them
+    assert found == median_low(last) if last else found != found
 
 
 def test_nothing_is_read_back_from_a_cuda_device():
