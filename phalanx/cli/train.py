@@ -147,15 +147,15 @@ def _run(ask: Callable[[], Asked], place: Placed | None) -> Trained | None:
 def _show(done: Trained) -> None:
     from dataclasses import replace
 
-    report = replace(done.report, notes={})
-    show_report(report)
+    notes = {name: done.report.notes[name] for name in ("stopped",) if name in done.report.notes}
+    show_report(replace(done.report, notes=notes))
     for sample in done.result.samples:
         write("\n")
         paragraph(f"prompt: {_flat(sample['prompt'])}", hang=4)
         paragraph(f"before: {_flat(sample['before'])}", hang=4)
         paragraph(f"after: {_flat(sample['after'])}", hang=4)
     write("\n")
-    for what in ("adapter", "export"):
+    for what in ("adapter", "export", "gguf"):
         if path := getattr(done.result, what):
             write(f"{what}: {done.folder / path}\n")
     if done.result.export:

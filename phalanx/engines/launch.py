@@ -155,7 +155,7 @@ class _Rank:
 
     def _note(self, line: str) -> None:
         if not line.startswith("USDT:"):  # torch's profiler announces itself
-            self.tail.append(line)
+            self.tail.append(line.removeprefix(f"[rank{self.rank}]: "))  # torch.distributed
 
     def send(self, number: int) -> None:
         """Send a signal if it still runs."""

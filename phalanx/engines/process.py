@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed import DeviceMesh
 
 from phalanx.engines.launch import RESOLVER
+from phalanx.engines.memory import process_bytes, restart_peak
 from phalanx.engines.watch import Watch
 from phalanx.mesh import Mesh
 from phalanx.worlds.logged_group import device_mesh, init_logged
@@ -100,8 +101,7 @@ def start_process(
     owns = not dist.is_initialized()
     if owns:
         torch.set_num_threads(_num_threads())
-        rank, world_size = (int(os.environ.get(n, d)) for n, d in (("RANK", 0), ("WORLD_SIZE", 1)))
-        init_logged(BACKENDS[device], open_store(), rank, world_size, timeout_s)
+        init_logged(BACKENDS[device], open_store(), *rank_here(), timeout_s)
     try:
         where = torch.device(device, local_rank) if device == "cuda" else torch.device(device)
         yield Process(dist.get_rank(), dist.get_world_size(), where, device_mesh(device, mesh))
@@ -141,15 +141,15 @@ def _num_threads() -> int:
 
 
 def resident_bytes() -> int:
-    """Resident memory of this process now."""
-    return _status("VmRSS")
+    """Memory of this process now; pages that it shares count by their share (PSS)."""
+    return process_bytes().pss
 
 
 class PeakMemory:
     """The largest memory of a stretch of work, above a level noted before.
 
-    On the CPU: resident bytes by the kernel's own high-water mark, which costs nothing to keep. On
-    CUDA: bytes that torch allocated.
+    On the CPU: PSS, from the kernel's own high-water mark, which costs nothing to keep. On CUDA:
+    bytes that torch allocated.
 
     Args:
         device: whose memory counts.
@@ -166,17 +166,27 @@ class PeakMemory:
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
         else:
-            Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM, see proc(5)
+            restart_peak()
+            self.peak_bytes()
 
     def peak_bytes(self) -> int:
-        """The largest level since, less the baseline."""
+        """The largest level since, less the baseline; takes milliseconds on the CPU."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device)
-        return _status("VmHWM") - self.baseline_bytes
+        now = process_bytes()
+        self._shared_bytes = now.rss - now.pss
+        return now.peak_pss - self.baseline_bytes
+
+    def peak_so_far(self) -> int:
+        """As `peak_bytes`, cheaply: as if as much were shared as when that was asked last."""
+        if self.device.type == "cuda":
+            return self.peak_bytes()
+        return peak_resident_bytes() - self._shared_bytes - self.baseline_bytes
 
 
-def _status(key: str) -> int:
+def peak_resident_bytes() -> int:
+    """The kernel's high-water mark of this process (RSS), see proc(5)."""
     for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(f"{key}:"):
+        if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024
-    raise AssertionError(f"/proc/self/status has no {key}")
+    raise AssertionError("/proc/self/status has no VmHWM")

@@ -139,6 +139,8 @@ def test_a_template_that_cannot_be_rendered_is_named(refused, tmp_path):
         ({"train.adapter": "/nowhere"}, "/nowhere"),
         ({"train.loss": "no_such_module:loss"}, "train.loss"),
         ({"train.lora_targets": "['no_such_proj']"}, "no_such_proj"),
+        ({"train.callbacks": "['no_such_module:Callback']"}, "train.callbacks"),
+        ({"plan.log_to": "['neptune']"}, "plan.log_to"),
         ({"train.lr": "fast"}, "train.lr"),
     ],
 )

@@ -15,7 +15,7 @@ FLAGS = {
     "data.held_out_frac": 0.2,
     "data.max_tokens": 96,
     "train.lora_rank": 3,
-    "train.steps": 4,
+    "train.steps": 40,
     "train.warmup_steps": 1,
     "train.global_batch_tokens": 300,
 }

@@ -63,7 +63,7 @@ class Progress:
             f"loss {event['loss']:.4f}",
             f"{event['counted_tokens_per_s']:.0f} counted tokens/s",
             f"{_clock((num_steps - step) * event['step_s'])} left",
-            format_bytes(event["memory_bytes"]),
+            f"{format_bytes(event['memory_bytes'])} per process",
         ]
         text = "  ".join(parts)
         if self._live:

@@ -20,12 +20,15 @@ def training_report(name: str, plan: Plan, result: TrainResult) -> Report:
     report = Report(f"{name} on this machine")
     report.notes["samples"] = list(result.samples)
     report.notes["audit"] = dict(result.audit)
+    if result.stopped:
+        report.notes["stopped"] = f"after step {result.steps}: {result.stopped}"
     report.rows += [Row(**table) for table in plan.predictions]
     predicted = {row.quantity: row.value for row in report.rows}
     for quantity, value, unit in (
         ("training/step time", result.step_s, "s"),
         ("training/peak memory", result.peak_bytes, "bytes"),
         ("training/tokens per second", result.tokens_per_s, "1/s"),
+        ("training/counted tokens per second", result.counted_per_s, "1/s"),
     ):
         target = predicted.get(quantity)
         gate = {"target": target, "tolerance_frac": _PREDICTION_FRAC} if target else {}

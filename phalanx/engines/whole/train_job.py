@@ -14,6 +14,7 @@ from typing import Any
 
 from phalanx.data.prepare import Prepared, prepare
 from phalanx.engines.calibrate import calibrate, workload
+from phalanx.engines.callbacks import load_callbacks
 from phalanx.engines.result import FILE_NAME, TrainResult
 from phalanx.engines.run_folder import (
     PLAN_FILE,
@@ -157,8 +158,8 @@ def make_ready(asked: Asked, say: Callable[[str], None]) -> Ready:
     source = model_source(asked.job, say)
     _require_outcome(asked, source)
     data = prepare(data_settings(asked.job, source.config), source.tokenizer_folder)
-    audit = asdict(data.audit)
-    say("data: " + ", ".join(f"{k.replace('_', ' ')} {v}" for k, v in audit.items()))
+    audit = {name: count for name, count in asdict(data.audit).items() if count}
+    say("data: " + ", ".join(f"{name.replace('_', ' ')} {count}" for name, count in audit.items()))
     plan = given or _planned(asked, source, data, say)
     asked.folder.mkdir(parents=True, exist_ok=True)
     write_job(asked.job, asked.folder)
@@ -174,6 +175,7 @@ def _require_outcome(asked: Asked, source: ModelSource) -> None:
     training_shape(job, source.config, asked.num_ranks)
     lora_of(job, source.config)
     require_sinks(job.plan.log_to)
+    load_callbacks(job.train.callbacks)
     if job.train.loss:
         from phalanx.engines.user_loss import load_loss  # torch, as the loss itself
 
