@@ -17,7 +17,7 @@ from torch import nn
 
 from phalanx.engines.callbacks import Callbacks, Run
 from phalanx.engines.sinks import NAMES, open_sinks, require_sinks
-from phalanx.engines.sinks.background import BackgroundSink
+from phalanx.engines.sinks.background import BackgroundSink, Patience
 from phalanx.errors import JobError
 from phalanx.job import load_job
 
@@ -58,7 +58,7 @@ def test_a_writer_gets_numbers_by_step_and_the_job(tmp_path):
         return notes[0]
 
     warned = follow(
-        lambda warn: [BackgroundSink("notes", open_writer, warn, wait_s=10.0)], tmp_path
+        lambda warn: [BackgroundSink("notes", open_writer, warn, patience=Patience(10.0))], tmp_path
     )
     (writer,) = notes
     assert warned == [] and writer.is_closed
@@ -75,7 +75,9 @@ def test_a_writer_gets_numbers_by_step_and_the_job(tmp_path):
 def test_other_ranks_open_nothing(tmp_path):
     opened = []
     follow(
-        lambda warn: [BackgroundSink("notes", opened.append, warn, wait_s=1.0)], tmp_path, rank=1
+        lambda warn: [BackgroundSink("notes", opened.append, warn, patience=Patience(1.0))],
+        tmp_path,
+        rank=1,
     )
     assert opened == []
 
@@ -94,7 +96,7 @@ def test_a_failure_is_one_warning_and_training_goes_on(tmp_path, when):
         )
 
     warned = follow(
-        lambda warn: [BackgroundSink("cloud", open_writer, warn, wait_s=10.0)], tmp_path
+        lambda warn: [BackgroundSink("cloud", open_writer, warn, patience=Patience(10.0))], tmp_path
     )
     assert warned == [
         "cloud gets no more metrics: ConnectionError: no route to host; training goes on"
@@ -106,14 +108,27 @@ def test_a_sink_that_hangs_holds_nothing_up(tmp_path):
     start_s = time.perf_counter()
     warned = follow(
         lambda warn: [
-            BackgroundSink("cloud", lambda config: release.wait(60), warn, wait_s=0.2),
-            BackgroundSink("notes", Notes, warn, wait_s=5.0),
+            BackgroundSink("cloud", lambda config: release.wait(60), warn, patience=Patience(0.2)),
+            BackgroundSink("notes", Notes, warn, patience=Patience(5.0)),
         ],
         tmp_path,
     )
     release.set()
     assert time.perf_counter() - start_s < 4.0
     assert warned == ["cloud gets no more metrics: did not finish within 0.2 s; training goes on"]
+
+
+def test_all_sinks_together_are_waited_for_only_so_long(fakes, tmp_path, monkeypatch):
+    release = threading.Event()
+    for name in ("wandb", "trackio"):
+        monkeypatch.setattr(sys.modules[name], "init", lambda **options: release.wait(60))
+    start_s = time.perf_counter()
+    warned = follow(
+        lambda warn: open_sinks(["wandb", "trackio"], tmp_path, "run", warn, wait_s=1.0), tmp_path
+    )
+    took_s = time.perf_counter() - start_s
+    release.set()
+    assert len(warned) == 2 and 1.0 <= took_s < 1.9
 
 
 def test_unknown_and_missing_sinks_are_refused_before_the_run(tmp_path, monkeypatch):

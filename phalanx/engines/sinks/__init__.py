@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from phalanx.engines.callbacks import Callback
-from phalanx.engines.sinks.background import BackgroundSink
+from phalanx.engines.sinks.background import BackgroundSink, Patience
 from phalanx.errors import JobError, nearest_names
 
 NAMES = ("tensorboard", "wandb", "trackio")
@@ -41,7 +41,7 @@ def open_sinks(
     run_name: str,
     warn: Callable[[str], None],
     *,
-    wait_s: float = 20.0,
+    wait_s: float = 15.0,
 ) -> list[Callback]:
     """The sinks of a run, as callbacks for rank 0.
 
@@ -52,14 +52,16 @@ def open_sinks(
         folder: run folder; what sinks write to disk goes below it.
         run_name: as they show it.
         warn: gets a line when a sink fails, once per sink.
-        wait_s: how long the end of the run waits for each of them.
+        wait_s: how long the end of the run waits for them, all together; the other ranks wait too,
+            so it should be less than the silence after which a rank counts as hung.
 
     Raises:
         JobError: see `require_sinks`.
     """
     require_sinks(names)
+    patience = Patience(wait_s)
     return [
-        BackgroundSink(name, _writer(name, Path(folder), run_name), warn, wait_s=wait_s)
+        BackgroundSink(name, _writer(name, Path(folder), run_name), warn, patience=patience)
         for name in dict.fromkeys(names)
     ]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
@@ -22,6 +23,25 @@ class SinkWriter(Protocol):
         """Nothing more comes; returns when all is written."""
 
 
+class Patience:
+    """How long the end of a run waits, for all its sinks together.
+
+    Args:
+        seconds: from the first question on.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._end_s: float | None = None
+
+    def left_s(self) -> float:
+        """What is left of it."""
+        now_s = time.monotonic()
+        if self._end_s is None:
+            self._end_s = now_s + self.seconds
+        return max(0.0, self._end_s - now_s)
+
+
 class BackgroundSink(Callback):
     """Hands numbers to a writer and never waits for it while training.
 
@@ -29,7 +49,7 @@ class BackgroundSink(Callback):
         name: in warnings.
         open_writer: called on the sink's thread with the job as a flat dict.
         warn: gets one line at the first failure; the sink is silent from then on.
-        wait_s: how long the end of the run waits for what is not written yet.
+        patience: how long the end of the run waits for what is not written yet.
     """
 
     def __init__(
@@ -38,9 +58,9 @@ class BackgroundSink(Callback):
         open_writer: Callable[[dict[str, Any]], SinkWriter],
         warn: Callable[[str], None],
         *,
-        wait_s: float,
+        patience: Patience,
     ) -> None:
-        self.name, self._open, self._warn, self._wait_s = name, open_writer, warn, wait_s
+        self.name, self._open, self._warn, self._patience = name, open_writer, warn, patience
         self._lines: queue.Queue = queue.Queue(_MOST_WAITING)
         self._thread: threading.Thread | None = None
         self._failure = ""
@@ -68,12 +88,12 @@ class BackgroundSink(Callback):
         if self._thread is None:
             return
         try:
-            self._lines.put(None, timeout=self._wait_s)
+            self._lines.put(None, timeout=self._patience.left_s())
         except queue.Full:
             pass
-        self._thread.join(self._wait_s)
+        self._thread.join(self._patience.left_s())
         if self._thread.is_alive() and not self._failure:
-            self._failure = f"did not finish within {self._wait_s:g} s"
+            self._failure = f"did not finish within {self._patience.seconds:g} s"
         self._tell()
 
     def _put(self, step: int, prefix: str, metrics: Mapping[str, Any]) -> None:
