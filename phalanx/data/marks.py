@@ -21,6 +21,7 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from phalanx.data.chat import CLOSING, OPENING, ChatTemplate
 from phalanx.data.rows import Example, Message
@@ -74,7 +75,8 @@ def mark_turns(template: ChatTemplate, example: Example, special: Sequence[str])
         turns = _by_marker(template, example, text, special) if found is None else found
     at_turn = dict(zip(_assistants(example), turns))
     learnt = [(t.start, t.end) for at, t in at_turn.items() if example.messages[at].learnt]
-    if not all(text[start:end].endswith(tuple(special)) for start, end in learnt):
+    ends = _Ends.of(tuple(special))
+    if not all(ends.are_at(text, end) for _, end in learnt):
         raise _refusal(example, _ENDLESS)
     cuts = [
         turn.next
@@ -82,6 +84,28 @@ def mark_turns(template: ChatTemplate, example: Example, special: Sequence[str])
         if at + 1 < len(example.messages) and example.messages[at + 1].role == "user"
     ]
     return Rendered(text, tuple(learnt), tuple(cuts))
+
+
+@dataclass(frozen=True)
+class _Ends:
+    """The tokens that may end a turn; some tokenizers have thousands of special ones."""
+
+    texts: frozenset[str]
+    lengths: tuple[int, ...]
+    pattern: re.Pattern[str]
+
+    @staticmethod
+    @lru_cache(maxsize=4)
+    def of(texts: tuple[str, ...]) -> _Ends:
+        """Those with these texts."""
+        by_length = sorted(filter(None, texts), key=len, reverse=True)
+        lengths = tuple({len(text) for text in by_length})
+        pattern = "|".join(map(re.escape, by_length)) or "(?!)"
+        return _Ends(frozenset(by_length), lengths, re.compile(pattern))
+
+    def are_at(self, text: str, end: int) -> bool:
+        """Whether one of them ends there."""
+        return any(text[max(0, end - length) : end] in self.texts for length in self.lengths)
 
 
 def _assistants(example: Example) -> list[int]:
@@ -149,13 +173,13 @@ def _by_marker(
     template: ChatTemplate, example: Example, text: str, special: Sequence[str]
 ) -> list[_Turn]:
     turns: list[_Turn] = []
-    ends = re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))) or "(?!)")
+    pattern = _Ends.of(tuple(special)).pattern
     for at in _assistants(example):
         before = turns[-1].next if turns else 0
         start, end = _said(template, example, text, at)
         if start < before:
             raise _refusal(example, "the chat template changes earlier turns with a later one")
-        closing = ends.search(text, end)
+        closing = pattern.search(text, end)
         if closing is None or text[end : closing.start()].strip():
             raise _refusal(example, _ENDLESS)
         start = before + _after_opening(template, example, text[before:start], at)
