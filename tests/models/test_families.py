@@ -18,8 +18,9 @@ from phalanx.models.cache import KvCache
 from phalanx.models.config import parse_config, to_huggingface
 from phalanx.models.decoder import Decoder
 from phalanx.models.hf import load_decoder, save_folder
+from phalanx.models.lora import inject, merged_tensors
 from phalanx.models.parameters import initial_values, load_parameters
-from phalanx.models.spec import canonical_tensors, kv_token_bytes
+from phalanx.models.spec import LoraSpec, canonical_tensors, kv_token_bytes, lora_tensors
 from phalanx.ops import attention
 from phalanx.ops.loss import counted_cross_entropy
 from tests.models.cases import random_decoder, random_tokens, transformers_twin
@@ -255,3 +256,63 @@ def test_heads_that_flash_attention_is_not_compiled_for_take_the_blocked_form(
     with FakeTensorMode():
         q_SHC = torch.empty(3, 2, channels, dtype=dtype, device="cuda")
         assert attention._has_varlen_kernel(q_SHC) == has_kernel
+
+
+def multimodal_model(family: str):
+    """A tiny multimodal model around the family's text model, as transformers makes it."""
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    towers = {"vision_config": TOWERS[family]}
+    if family == "gemma4":
+        towers["audio_config"] = None
+    config = AutoConfig.for_model(family, text_config=TABLES[family], **towers)
+    torch.manual_seed(0)
+    return AutoModelForImageTextToText.from_config(config).eval()
+
+
+TOWERS = {
+    "gemma3": {
+        "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
+        "num_attention_heads": 2, "image_size": 28, "patch_size": 14,
+    },
+    "gemma4": {
+        "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
+        "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", TOWERS)
+@torch.no_grad()
+def test_text_model_of_a_multimodal_folder_equals_transformers(family, tmp_path):
+    twin = multimodal_model(family)
+    twin.save_pretrained(tmp_path)
+    decoder = load_decoder(tmp_path)
+    assert decoder.config == tiny_config(family)
+    tokens = random_tokens(decoder.config, 40)
+    theirs = twin(input_ids=tokens[None]).logits[0]
+    torch.testing.assert_close(decoder.logits(decoder(tokens)), theirs, rtol=0, atol=1e-4)
+
+
+@every_family
+@torch.no_grad()
+def test_merged_weights_equal_adapters(family):
+    """Every matrix that a layer has, per-layer embeddings' included; the scale is not 1. Where
+    values are keys, an adapter of the keys changes both."""
+    config = tiny_config(family, "float64")
+    lora = LoraSpec(rank=3, alpha=5, targets=("*",))
+    decoder = random_decoder(config)
+    base = {name: value.clone() for name, value in decoder.state_dict().items()}
+    inject(decoder, lora, dtype="float64")
+    adapters = {n: p for n, p in decoder.named_parameters() if ".lora_" in n}
+    assert set(adapters) == set(lora_tensors(config, lora))
+    generator = torch.Generator().manual_seed(3)
+    for parameter in adapters.values():
+        parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
+    merged = Decoder(config)
+    load_parameters(merged, merged_tensors(base.items(), adapters, lora))
+    tokens = random_tokens(config, 30)
+    torch.testing.assert_close(decoder.eval()(tokens), merged(tokens), rtol=0, atol=2e-5)
+    plain = Decoder(config)
+    load_parameters(plain, base.items())
+    assert (plain(tokens) - merged(tokens)).abs().max() > 1e-2
