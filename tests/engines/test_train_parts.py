@@ -7,6 +7,7 @@ from math import ceil
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
 from phalanx.data.tokenise import train_tokenizer
@@ -69,10 +70,10 @@ _calls = [0]
 
 
 def poisoned(hidden_ND, head, targets_N, num_counted_global):
-    """Cross-entropy; the third call of a process has no value."""
+    """Cross-entropy; on rank 1 the third call has no value."""
     _calls[0] += 1
     loss = plain(hidden_ND, head, targets_N, num_counted_global)
-    return loss * float("nan") if _calls[0] == 3 else loss
+    return loss * float("nan") if _calls[0] == 3 and dist.get_rank() == 1 else loss
 
 
 def own(name):
