@@ -89,6 +89,7 @@ def model_source(
     weights &= not is_fresh
     folder = model_folder(name, log, weights=weights)
     config = read_config(folder)
+    config.require_computable()
     stored = model_weights(folder, config) if weights else {}
     held = folder if weights else None
     return ModelSource(config.with_dtype(job.model.dtype), held, folder, stored)
