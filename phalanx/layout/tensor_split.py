@@ -87,11 +87,10 @@ def tensor_legality(config: DecoderSizes, degree: int) -> TensorLegality:
             whole[name] = f"{degree} ranks share {size}: each keeps the projections whole"
         else:
             cut[name] = size // degree
-    longest = vocabulary_part(config.vocab_size, degree)
-    if longest * (degree - 1) >= config.vocab_size:
-        illegal["vocabulary"] = f"{config.vocab_size} tokens leave a rank without any"
+    if _feeds_all(config.vocab_size, degree):
+        cut["vocabulary"] = vocabulary_part(config.vocab_size, degree)
     else:
-        cut["vocabulary"] = longest
+        illegal["vocabulary"] = f"{config.vocab_size} tokens leave a rank without any"
     return TensorLegality(degree, cut, whole, illegal, _legal_near(config, degree))
 
 
@@ -124,4 +123,10 @@ def _equal_parts(config: DecoderSizes) -> list[tuple[str, int]]:
 
 def _legal_near(config: DecoderSizes, degree: int) -> tuple[int, ...]:
     sizes = [size for _, size in _equal_parts(config)]
-    return tuple(nearest_numbers(degree, divisors(gcd(*sizes))))
+    legal = [n for n in divisors(gcd(*sizes)) if _feeds_all(config.vocab_size, n)]
+    return tuple(nearest_numbers(degree, legal))
+
+
+def _feeds_all(vocab_size: int, degree: int) -> bool:
+    """Whether every rank has a token."""
+    return vocabulary_part(vocab_size, degree) * (degree - 1) < vocab_size

@@ -1,28 +1,23 @@
-"""Low-rank adapters: injection, PEFT folders in and out, merging into canonical weights.
+"""Low-rank adapters: injection, and merging into canonical weights.
 
 Legend: S rows, I inputs, O outputs, R rank.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
+from functools import partial
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from phalanx.errors import JobError
 from phalanx.models.decoder import Projection
-from phalanx.models.folders import atomic_folder
 from phalanx.models.parameters import initial_values, load_parameters
 from phalanx.models.spec import DecoderConfig, LoraSpec, lora_targets, lora_tensors
 from phalanx.ops.dropout import DropoutKey, keyed_dropout
-
-_PEFT_PREFIX = "base_model.model."
 
 
 class LoraLinear(Projection):
@@ -64,37 +59,49 @@ class LoraLinear(Projection):
         columns of W and of A; what the ranks compute is then to be summed, update included.
         """
         down_RI, up_OR = down_RI.to(x_SI.dtype), up_OR.to(x_SI.dtype)
+        drop = None
         if self.training and self.dropout > 0.0:
             if dropout is None:
                 rule = "needs a DropoutKey: pass `dropout` to the decoder while training"
                 raise JobError("job/missing", "lora.dropout", self.dropout, rule)
-            kept_SI = keyed_dropout(
-                x_SI, self.dropout, dropout, self.name, first_channel=first_channel
+            drop = partial(
+                keyed_dropout,
+                probability=self.dropout,
+                key=dropout,
+                name=self.name,
+                first_channel=first_channel,
             )
-            low_SR = F.linear(kept_SI, down_RI) * self.scale
-            return F.linear(x_SI, weight_OI) + F.linear(low_SR, up_OR)
-        return _FrozenPlusLowRank.apply(x_SI, weight_OI, down_RI, up_OR, self.scale)
+        return _FrozenPlusLowRank.apply(x_SI, weight_OI, down_RI, up_OR, self.scale, drop)
 
 
 class _FrozenPlusLowRank(torch.autograd.Function):
-    """x W^T + scale (x A^T) B^T with W frozen: both sums happen inside the products."""
+    """x W^T + scale (drop(x) A^T) B^T with W frozen: both sums happen inside the products.
+
+    The mask is drawn again for the backward pass, so dropout keeps nothing of its own.
+    """
 
     @staticmethod
-    def forward(ctx, x_SI, weight_OI, down_RI, up_OR, scale):
-        low_SR = F.linear(x_SI, down_RI).mul_(scale)
+    def forward(ctx, x_SI, weight_OI, down_RI, up_OR, scale, drop):
+        kept_SI = x_SI if drop is None else drop(x_SI)
+        low_SR = F.linear(kept_SI, down_RI).mul_(scale)
         ctx.save_for_backward(x_SI, weight_OI, down_RI, up_OR, low_SR)
-        ctx.scale = scale
+        ctx.scale, ctx.drop = scale, drop
         return F.linear(x_SI, weight_OI).addmm_(low_SR, up_OR.t())
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_SO):
         x_SI, weight_OI, down_RI, up_OR, low_SR = ctx.saved_tensors
+        kept_SI = x_SI if ctx.drop is None else ctx.drop(x_SI)
         grad_low_SR = (grad_SO @ up_OR).mul_(ctx.scale)
         grad_x_SI = None
         if ctx.needs_input_grad[0]:
-            grad_x_SI = (grad_SO @ weight_OI).addmm_(grad_low_SR, down_RI)
-        return grad_x_SI, None, grad_low_SR.t() @ x_SI, grad_SO.t() @ low_SR, None
+            grad_x_SI = grad_SO @ weight_OI
+            if ctx.drop is None:
+                grad_x_SI.addmm_(grad_low_SR, down_RI)
+            else:  # elementwise and linear: its own gradient
+                grad_x_SI += ctx.drop(grad_low_SR @ down_RI)
+        return grad_x_SI, None, grad_low_SR.t() @ kept_SI, grad_SO.t() @ low_SR, None, None
 
 
 def lora_values(
@@ -168,63 +175,3 @@ def adapter_tensors(decoder: nn.Module) -> dict[str, Tensor]:
         for name, parameter in decoder.named_parameters()
         if ".lora_" in name
     }
-
-
-def save_adapter(
-    target: str | Path,
-    adapters: Mapping[str, Tensor],
-    lora: LoraSpec,
-    *,
-    base_model: str = "",
-    overwrite: bool = False,
-) -> Path:
-    """Write an adapter folder that PEFT loads (adapter_config.json, adapter_model.safetensors)."""
-    modules = sorted({name.rsplit(".lora_", 1)[0] for name in adapters})
-    table = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base_model,
-        "r": lora.rank,
-        "lora_alpha": lora.alpha,
-        "lora_dropout": lora.dropout,
-        "target_modules": modules,
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "inference_mode": True,
-    }
-    tensors = {_PEFT_PREFIX + name: value.contiguous() for name, value in adapters.items()}
-    with atomic_folder(target, overwrite=overwrite) as folder:
-        (folder / "adapter_config.json").write_text(json.dumps(table, indent=2) + "\n")
-        save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-    return Path(target)
-
-
-def load_adapter(folder: str | Path) -> tuple[LoraSpec, dict[str, Tensor]]:
-    """Read a PEFT LoRA folder: its settings and its tensors by our names.
-
-    Raises:
-        JobError: `job/not-found` without the two files, `model/unknown` for an adapter of another
-            kind or an option that the merge would not honour.
-    """
-    path = Path(folder)
-    for name in ("adapter_config.json", "adapter_model.safetensors"):
-        if not (path / name).is_file():
-            raise JobError("job/not-found", "adapter folder", path, f"has no {name}")
-    table = json.loads((path / "adapter_config.json").read_text())
-    refused = {"peft_type": "LORA", "bias": "none", "use_rslora": False, "use_dora": False}
-    for key, only in refused.items():
-        if table.get(key, only) != only:
-            where = f"{path / 'adapter_config.json'}: {key}"
-            raise JobError("model/unknown", where, table[key], "is not supported", legal=[only])
-    tensors = {
-        name.removeprefix(_PEFT_PREFIX): value
-        for name, value in load_file(path / "adapter_model.safetensors").items()
-    }
-    modules = tuple(sorted({name.rsplit(".lora_", 1)[0] for name in tensors}))
-    lora = LoraSpec(
-        rank=table["r"],
-        alpha=table["lora_alpha"],
-        dropout=table.get("lora_dropout", 0.0),
-        targets=modules,
-    )
-    return lora, tensors

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 
 import pytest
 import torch
 
 from phalanx.errors import JobError
-from phalanx.models.hf import load_decoder, read_tensors, save_folder
 from phalanx.models.lora import (
+    LoraLinear,
     adapter_tensors,
     inject,
-    load_adapter,
     lora_values,
     merged_tensors,
-    save_adapter,
 )
 from phalanx.models.parameters import load_parameters
-from phalanx.models.spec import LoraSpec, lora_tensors
-from phalanx.ops.dropout import DropoutKey
+from phalanx.models.spec import LoraSpec, lora_targets, lora_tensors
+from phalanx.ops.dropout import DropoutKey, keyed_dropout
 from tests.models.cases import CONFIGS, random_decoder, random_tokens
+from tests.models.families import FAMILIES, tiny_config
 from tests.ranks import run_ranks
 
 CONFIG = CONFIGS["grouped_queries"]
@@ -90,59 +88,29 @@ def test_adapters_that_do_not_fit_the_base_are_refused(change, says):
     assert caught.value.code == "model/tensor"
 
 
-def test_saved_adapter_gives_equal_logits_in_peft(tmp_path):
-    from peft import PeftModel
-    from transformers import AutoModelForCausalLM
+def kinds_of(family: str) -> list[str]:
+    """Last names of the matrices that an adapter may extend."""
+    targets = lora_targets(tiny_config(family), replace(LORA, targets=("*",)))
+    return list(dict.fromkeys(spec.name.split(".")[-2] for spec in targets))
 
-    save_folder(tmp_path / "base", CONFIG, random_decoder(CONFIG).state_dict().items())
-    adapted, tokens = adapted_decoder(), random_tokens(CONFIG, 30)
-    save_adapter(tmp_path / "adapter", adapter_tensors(adapted), LORA, base_model="somewhere/base")
-    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
-    theirs = PeftModel.from_pretrained(base, tmp_path / "adapter")
+
+KINDS = [(family, kind) for family in FAMILIES for kind in kinds_of(family)]
+
+
+@pytest.mark.parametrize(("family", "kind"), KINDS, ids="-".join)
+def test_an_adapter_on_any_kind_of_matrix_equals_its_merge(family, kind):
+    config, lora = tiny_config(family, "float64"), replace(LORA, targets=(kind,))
+    adapted, plain = adapted_decoder(lora, config, "float64"), random_decoder(config)
+    tokens, adapters = random_tokens(config, 12), adapter_tensors(adapted)
+    weights = dict(plain.state_dict())
+    for module in {name.rsplit(".lora_", 1)[0] for name in adapters}:
+        update = adapters[f"{module}.lora_B.weight"] @ adapters[f"{module}.lora_A.weight"]
+        weights[f"{module}.weight"] = weights[f"{module}.weight"] + lora.alpha / lora.rank * update
     with torch.no_grad():
-        torch.testing.assert_close(
-            adapted.logits(adapted(tokens)), theirs(tokens[None]).logits[0], rtol=0, atol=1e-4
-        )
-
-
-def test_adapter_saved_by_peft_gives_equal_logits_here(tmp_path):
-    from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM
-
-    save_folder(tmp_path / "base", CONFIG, random_decoder(CONFIG).state_dict().items())
-    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
-    options = LoraConfig(
-        r=2, lora_alpha=5, target_modules=["o_proj", "gate_proj"], init_lora_weights=False
-    )
-    theirs = get_peft_model(base, options).eval()
-    theirs.save_pretrained(tmp_path / "adapter")
-    lora, tensors = load_adapter(tmp_path / "adapter")
-    assert (lora.rank, lora.alpha, len(tensors)) == (2, 5, 16)
-    merged = merged_tensors(read_tensors(tmp_path / "base"), tensors, lora)
-    save_folder(tmp_path / "merged", CONFIG, merged)
-    decoder, tokens = load_decoder(tmp_path / "merged"), random_tokens(CONFIG, 30)
-    with torch.no_grad():
-        torch.testing.assert_close(
-            decoder.logits(decoder(tokens)), theirs(tokens[None]).logits[0], rtol=0, atol=1e-4
-        )
-
-
-@pytest.mark.parametrize(
-    "option", [{"peft_type": "IA3"}, {"use_dora": True}, {"use_rslora": True}, {"bias": "all"}]
-)
-def test_adapter_options_that_the_merge_would_ignore_are_refused(tmp_path, option):
-    folder = save_adapter(tmp_path / "adapter", adapter_tensors(adapted_decoder()), LORA)
-    path = folder / "adapter_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | option))
-    with pytest.raises(JobError, match=next(iter(option))) as caught:
-        load_adapter(folder)
-    assert caught.value.code == "model/unknown"
-
-
-def test_folder_without_adapter_is_not_found(tmp_path):
-    with pytest.raises(JobError, match=r"adapter_config\.json") as caught:
-        load_adapter(tmp_path)
-    assert caught.value.code == "job/not-found"
+        expected = torch.func.functional_call(plain, weights, (tokens,))
+        found = adapted(tokens)
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+        assert (found - plain(tokens)).abs().max() > 1e-4
 
 
 @pytest.mark.parametrize("dtypes", [("float64", "float64"), ("bfloat16", "float32")])
@@ -188,6 +156,38 @@ def test_dropout_of_an_adapter_follows_tokens_not_their_order():
         assert (one - three).abs().max() > 1e-3
         kept = decoder.eval()(tokens, None, (0, 8))
         assert torch.equal(kept, decoder(tokens, None, (0, 8), dropout=DropoutKey(1, 2, numbers)))
+
+
+def test_gradients_with_dropout_are_those_of_the_dropped_input():
+    """The mask is drawn again in the backward pass, also for a part of the inputs."""
+    draw = torch.Generator().manual_seed(2)
+    x_SI, weight_OI, down_RI, up_OR = (
+        torch.randn(shape, generator=draw, dtype=torch.float64).requires_grad_()
+        for shape in ((7, 6), (5, 6), (3, 6), (5, 3))
+    )
+    base = torch.nn.Linear(6, 5, bias=False, dtype=torch.float64).requires_grad_(False)
+    layer = LoraLinear(base, "m", replace(LORA, dropout=0.4), torch.float64).train()
+    key = DropoutKey(1, 2, torch.arange(50, 57))
+    out = layer.product(x_SI, weight_OI.detach(), down_RI, up_OR, key, first_channel=6)
+    kept = keyed_dropout(x_SI, 0.4, key, "m", first_channel=6)
+    plain = x_SI @ weight_OI.detach().t() + LORA.scale * (kept @ down_RI.t()) @ up_OR.t()
+    torch.testing.assert_close(out, plain, rtol=1e-12, atol=1e-12)
+    weights = torch.randn(7, 5, generator=draw, dtype=torch.float64)
+    for mine, theirs in zip(
+        torch.autograd.grad((out * weights).sum(), (x_SI, down_RI, up_OR)),
+        torch.autograd.grad((plain * weights).sum(), (x_SI, down_RI, up_OR)),
+    ):
+        torch.testing.assert_close(mine, theirs, rtol=1e-11, atol=1e-11)
+
+
+def test_a_part_of_the_channels_drops_as_the_whole_does():
+    x_SD = torch.ones(9, 10, dtype=torch.float64)
+    key = DropoutKey(3, 4, torch.arange(9))
+    whole = keyed_dropout(x_SD, 0.5, key, "m")
+    parts = [
+        keyed_dropout(x_SD[:, a:b], 0.5, key, "m", first_channel=a) for a, b in ((0, 4), (4, 10))
+    ]
+    assert torch.equal(torch.cat(parts, 1), whole)
 
 
 def test_dropout_without_its_key_is_refused():
