@@ -65,6 +65,7 @@ CODES: dict[str, str] = {
     "environment/missing": "something that has to be installed first",
     "environment/trust": "a file whose format could run code",
     "environment/disk": "a disk without room for what will be written",
+    "train/inputs": "ranks of one run that were given different jobs or data",
     "train/nonfinite": "a loss or gradient that is not finite",
     "train/spike": "a gradient norm far above the recent ones",
     "train/callback": "a user's callback or loss that failed",

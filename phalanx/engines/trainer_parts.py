@@ -8,6 +8,8 @@ from math import lcm
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
 from phalanx.cost.training import counted_weight, row_multiple
 from phalanx.data.batches import SampleStream, num_steps
 from phalanx.data.prepare import Prepared
@@ -67,6 +69,7 @@ class Parts:
         on_not_saved: Callable[[WorldError], None],
     ) -> None:
         self.inputs, self.process = inputs, process
+        _require_same(inputs, process)
         train, device = inputs.job.train, process.device
         self.model: TrainModel = build_model(inputs.job, inputs.role, inputs.source, process)
         self.weights = WeightCheck(self.model.decoder, process)
@@ -157,3 +160,20 @@ class Parts:
         )
         checkpoints.require_space(with_best=job.train.keep_best)
         return checkpoints
+
+
+def _require_same(inputs: Inputs, process: Process) -> None:
+    """A file that is edited while ranks start would give them different samples.
+
+    Raises:
+        WorldError: `train/inputs` on all ranks, naming one that differs from rank 0.
+    """
+    mine = (inputs.job.result_key, inputs.data.path.name)
+    found = [mine] * process.world_size
+    if process.world_size > 1:
+        dist.all_gather_object(found, mine)
+    for rank, (key, data) in enumerate(found):
+        for what, value, first in (("job", key, found[0][0]), ("data", data, found[0][1])):
+            if value != first:
+                rule = f"is not {first}, which rank 0 has; start again when nobody edits it"
+                raise WorldError("train/inputs", f"{what} of rank {rank}", value, rule)

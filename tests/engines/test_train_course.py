@@ -141,3 +141,20 @@ def test_a_step_that_is_not_finite_ends_the_run_with_the_weights_before_it(tmp_p
     for code, text in run_ranks(ends_in_error, 2, *args, backend=None):
         assert code == "train/nonfinite" and "step 4" in text
     assert (folder / "checkpoints" / "step-00000003" / "manifest.json").is_file()
+
+
+def with_own_data(rank, world_size, sources, folder, flags):
+    args = (folder, flags | {"data.source": sources[rank]}, {"shard": 2}, [FSDP], {})
+    with pytest.raises(WorldError) as caught:
+        train_in(rank, world_size, *args)
+    return str(caught.value)
+
+
+@pytest.mark.dist
+def test_ranks_that_see_different_data_never_begin(tmp_path, source):
+    other = str(write_pairs(tmp_path / "edited.jsonl", 60))
+    folder = tmp_path / "run"
+    folder.mkdir()
+    flags = SMALL | {"model.vocabulary": 300}
+    for told in run_ranks(with_own_data, 2, [source, other], str(folder), flags, backend=None):
+        assert "of rank 1" in told and "which rank 0 has" in told
