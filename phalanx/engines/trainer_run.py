@@ -105,7 +105,10 @@ class TrainRun:
         sinks: list[Callback] = []
         if process.leads:
             name = f"{self.job.name}-{self.folder.resolve().name}"
-            sinks = open_sinks(self.job.plan.log_to, self.folder, name, self._warn)
+            # the others wait meanwhile, and must not count as hung
+            plan = self.job.plan
+            wait_s = min(15.0, plan.hang_s / 2)
+            sinks = open_sinks(plan.log_to, self.folder, name, self._warn, wait_s=wait_s)
         callbacks = Callbacks([*self.inputs.callbacks, *sinks], run)
         callbacks.resume(self.progress.step)
         self.report = RunReport(

@@ -104,7 +104,8 @@ class TrainStep:
                 self.optimizer.step(lr, norm=norm, skip=self.guard.skip(norm))
         # ranks that share the rows of another one (of its tensor group) count once
         loss = total * float(self.model.counts_loss)
-        sums = torch.stack([loss, *loss.new_tensor(stops).unbind()])
+        # filled on the device: a copy from the host would wait for it
+        sums = torch.stack([loss, *(torch.full_like(loss, float(stop)) for stop in stops)])
         dist.all_reduce(sums)
         return StepOutcome(sums, norm, (process_time() - start_s) / torch.get_num_threads())
 
