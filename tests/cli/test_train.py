@@ -39,7 +39,6 @@ HOSTILE = {
     "SLURM_NTASKS": "4",
     "TORCHELASTIC_USE_AGENT_STORE": "True",
 }
-LONG = {"train.steps": 2000}
 ACCELERATE_YAML = "distributed_type: DEEPSPEED\nmixed_precision: fp16\nnum_processes: 8\n"
 
 
@@ -145,31 +144,41 @@ def test_python_gets_an_object(place):
         keys=FLAGS,
         say=said.append,
     )
-    assert run.result.steps == 4 and any(line.startswith("step 4/4") for line in said)
+    assert run.result.steps == 40 and any(line.startswith("step 40/40") for line in said)
     assert "| training/step time |" in run.explain()
     frame = run.to_pandas()
-    assert list(frame[frame.kind == "step"].step) == [1, 2, 3, 4]
+    assert list(frame[frame.kind == "step"].step) == list(range(1, 41))
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_run_that_is_told_to_stop_saves_and_goes_on_later(place, number):
-    name = f"stopped-{number.name}"
-    command = [sys.executable, "-m", "phalanx", *arguments(place, name, LONG), "--procs", "2"]
-    process = subprocess.Popen(command, env=environment(), stderr=subprocess.PIPE, text=True)
-    wait_for_step(place / name, process)
+def test_a_run_that_is_told_to_stop_saves_and_goes_on_later(place, number, capsys):
+    folder = place / f"stopped-{number.name}"
+    command = [sys.executable, "-m", "phalanx", *arguments(place, folder.name)]
+    process = subprocess.Popen(
+        [*command, "--procs", "2"], env=environment(), stderr=subprocess.PIPE, text=True
+    )
+    wait_for_step(folder, process)
     process.send_signal(number)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130, err
-    assert f"; go on with: phalanx train --resume {place / name}" in err
-    assert list((place / name / "checkpoints").iterdir())
-    done = steps_of(place / name)
-    assert 1 <= done < LONG["train.steps"]
+    assert f"; go on with: phalanx train --resume {folder}" in err
+    assert 1 <= steps_of(folder) < FLAGS["train.steps"] and not (folder / "export").exists()
+    if number == signal.SIGINT:
+        return
+    assert main(["train", "--resume", str(folder), "--train.lr", "1"]) == 2
+    assert "error[plan/job]: train.lr = 1.0: cannot change" in capsys.readouterr().err
+    assert main(["train", "--resume", str(folder), "--procs", "2"]) == 0
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    steps = [line["step"] for line in lines if line["kind"] == "step"]
+    assert steps == list(range(1, FLAGS["train.steps"] + 1))
+    assert (folder / "export").exists()
 
 
 def wait_for_step(folder: Path, process: subprocess.Popen) -> None:
     end_s = time.monotonic() + 90
     while steps_of(folder) < 3:
-        assert time.monotonic() < end_s and process.poll() is None
+        assert time.monotonic() < end_s
+        assert process.poll() is None, process.stderr.read()
         time.sleep(0.05)
 
 
@@ -179,13 +188,22 @@ def steps_of(folder: Path) -> int:
     return sum('"kind": "step"' in line for line in lines)
 
 
-def test_a_rank_that_is_killed_is_named_on_the_command_line(place):
-    command = [sys.executable, "-m", "phalanx", *arguments(place, "killed", LONG), "--procs", "2"]
+@pytest.mark.parametrize(
+    ("number", "told"),
+    [
+        (signal.SIGKILL, "error[world/dead]: rank 1 on {}: was ended by signal 9"),
+        (signal.SIGSTOP, "error[world/timeout]: rank 1 on {}: has been stopped by a signal"),
+    ],
+)
+def test_a_rank_that_dies_or_hangs_is_named_on_the_command_line(place, number, told):
+    folder = place / f"hurt-{number.name}"
+    command = [sys.executable, "-m", "phalanx", *arguments(place, folder.name)]
+    command += ["--procs", "2", "--plan.hang_s", "3"]
     process = subprocess.Popen(command, env=environment(), stderr=subprocess.PIPE, text=True)
-    wait_for_step(place / "killed", process)
-    os.kill(read_sign(place / "killed", 1).pid, signal.SIGKILL)
+    wait_for_step(folder, process)
+    os.kill(read_sign(folder, 1).pid, number)
     _, err = process.communicate(timeout=30)
     assert process.returncode == 2
     (line,) = [line for line in err.splitlines() if line.startswith("error[")]
-    assert line.startswith(f"error[world/dead]: rank 1 on {os.uname().nodename}: was ended by")
+    assert line.startswith(told.format(os.uname().nodename))
     assert "last collective: " in line and "#" in line
