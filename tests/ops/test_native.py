@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from phalanx.ops import native
+from phalanx.ops.attention import Documents, packed_attention
 from phalanx.ops.gate import ACTIVATIONS, gated_product
 from phalanx.ops.norm import rms_norm, rms_norm_rotate
 from phalanx.ops.rope import rope_table
@@ -117,3 +118,37 @@ def test_equal_calls_give_equal_bits():
         native.norm_backward(grad_SD, x_SD, scale_D, inverse, None, None, True) for _ in range(5)
     ]
     assert all(torch.equal(a, b) for run in runs for a, b in zip(run, runs[0]))
+
+
+@pytest.mark.parametrize("window", [None, 5, 64])
+@pytest.mark.parametrize(
+    ("starts", "tokens", "heads", "kv_heads", "channels"),
+    [
+        ((0,), 1, 1, 1, 32),
+        ((0, 1, 4, 37), 101, 4, 1, 64),
+        ((0, 70, 71), 200, 6, 2, 96),
+        ((0,), 133, 2, 2, 32),
+        ((0, 40), 300, 4, 1, 256),
+    ],
+)
+def test_attention_is_no_further_from_float64(starts, tokens, heads, kv_heads, channels, window):
+    torch.manual_seed(6)
+    shapes = [(tokens, count, channels) for count in (heads, kv_heads, kv_heads)]
+    inputs = [drawn(*shape) for shape in shapes]
+    documents = Documents.from_starts(starts, tokens)
+    if not native.serves_attention(*inputs, max(documents.lengths)):
+        pytest.skip("no bfloat16 dot products on this processor")
+
+    def function(q, k, v):
+        return packed_attention(q, k, v, documents, scale=channels**-0.5, window=window)
+
+    require_no_further_off(function, inputs, drawn(*shapes[0]))
+
+
+def test_attention_tells_what_is_not_finite():
+    inputs = [drawn(40, 1, 32) for _ in range(3)]
+    inputs[1][20] = torch.nan
+    documents = Documents.from_starts((0, 10), 40)
+    if native.serves_attention(*inputs, 40):
+        out = packed_attention(*inputs, documents, scale=1.0)
+        assert out[:20].isfinite().all() and out[20:].isnan().all()

@@ -15,7 +15,7 @@ import ctypes
 import platform
 import subprocess
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -26,11 +26,13 @@ from torch import Tensor, nn
 
 from phalanx.data.cached import cache_folder, cached_file, content_key
 
-_SOURCE = Path(__file__).with_name("kernels.cpp")
+_FOLDER = Path(__file__).parent
+_SOURCES = ("kernels.cpp", "attention.cpp")
 # no -ffast-math: a NaN must stay one, the guard of training looks for it
 _FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-std=c++17")
 _COMPILERS = ("g++", "clang++", "c++")
 _GATES = {"gelu_tanh": 0, "silu": 1}
+_LONGEST_DOCUMENT = 4096  # 32 queries' scores and gradients: 1 MiB
 _PLAIN = (Tensor, nn.Parameter)
 _is_enabled = True
 
@@ -66,7 +68,8 @@ def _library() -> ctypes.CDLL | None:
         _say_plain("there is no C++ compiler (g++ or clang++)")
         return None
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout
-    made_of = (_SOURCE.read_text(), _FLAGS, version, platform.machine(), _processor_flags())
+    code = [path.read_text() for path in sorted(_FOLDER.glob("*.[ch]*")) if path.suffix != ".so"]
+    made_of = (code, _FLAGS, version, platform.machine(), _processor_flags())
     path = cache_folder("native") / f"{content_key(*made_of)}.so"
     try:
         return ctypes.CDLL(str(cached_file(path, lambda new: _compile(compiler, new))))
@@ -78,7 +81,15 @@ def _library() -> ctypes.CDLL | None:
 
 
 def _compile(compiler: str, new: Path) -> None:
-    command = [compiler, *_FLAGS, "-shared", "-fPIC", "-o", str(new), str(_SOURCE)]
+    command = [
+        compiler,
+        *_FLAGS,
+        "-shared",
+        "-fPIC",
+        "-o",
+        str(new),
+        *(str(_FOLDER / name) for name in _SOURCES),
+    ]
     subprocess.run(command, check=True, capture_output=True, text=True)
 
 
@@ -212,3 +223,54 @@ def loss_tile_gradient_(
     cap = float(soft_cap or 0.0)
     _call("loss_tile_gradient", raw_nv, targets_n, lse_n1, rows, count, start, cap)
     return raw_nv
+
+
+def serves_attention(q_SHC: Tensor, k_SKC: Tensor, v_SKC: Tensor, longest: int) -> bool:
+    """Whether the attention below may be given these: it needs a processor with bfloat16 dot
+    products, and documents whose scores of a block fit into a core's cache."""
+    return (
+        longest <= _LONGEST_DOCUMENT
+        and q_SHC.shape[-1] % 32 == 0
+        and serves(q_SHC, k_SKC, v_SKC)
+        and _library().phalanx_attention_supported() == 1
+    )
+
+
+def attention_forward(
+    q_SHC: Tensor,
+    k_SKC: Tensor,
+    v_SKC: Tensor,
+    bounds: Sequence[int],
+    scale: float,
+    window: int | None,
+) -> Tensor:
+    """softmax(scale * q k^T) v, causal within each document, [S, H, C]."""
+    q_SHC, k_SKC, v_SKC = (each.contiguous() for each in (q_SHC, k_SKC, v_SKC))
+    out_SHC, ends = torch.empty_like(q_SHC), torch.tensor(bounds)
+    sizes = _attention_sizes(q_SHC, k_SKC, bounds, window)
+    _call("attention_forward", q_SHC, k_SKC, v_SKC, out_SHC, ends, *sizes, scale)
+    return out_SHC
+
+
+def attention_backward(
+    grad_SHC: Tensor,
+    q_SHC: Tensor,
+    k_SKC: Tensor,
+    v_SKC: Tensor,
+    bounds: Sequence[int],
+    scale: float,
+    window: int | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v."""
+    inputs = [each.contiguous() for each in (grad_SHC, q_SHC, k_SKC, v_SKC)]
+    grads, ends = tuple(map(torch.empty_like, inputs[1:])), torch.tensor(bounds)
+    parts_HSC = q_SHC.new_empty((2, *q_SHC.transpose(0, 1).shape), dtype=torch.float32)
+    sizes = _attention_sizes(q_SHC, k_SKC, bounds, window)
+    _call("attention_backward", *inputs, *grads, *parts_HSC, ends, *sizes, scale)
+    return grads
+
+
+def _attention_sizes(
+    q_SHC: Tensor, k_SKC: Tensor, bounds: Sequence[int], window: int | None
+) -> tuple[int, ...]:
+    return len(bounds) - 1, q_SHC.shape[1], k_SKC.shape[1], q_SHC.shape[2], window or 0
