@@ -32,13 +32,23 @@ class Vital:
 
 def vital_of(pid: int) -> Vital | None:
     """Of a process on this host, see proc(5); None if it has ended."""
-    try:
-        words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    if words[0] in "ZX":
+    words = _words(Path(f"/proc/{pid}/stat"))
+    if words is None or words[0] in "ZX":
         return None
     return Vital(words[0], (int(words[11]) + int(words[12])) / _TICKS_PER_S)
+
+
+def waits_for_disk(pid: int) -> bool:
+    """Whether a thread of a process on this host is in the kernel's uninterruptible sleep."""
+    found = (_words(path) for path in Path(f"/proc/{pid}/task").glob("*/stat"))
+    return any(words is not None and words[0] == "D" for words in found)
+
+
+def _words(path: Path) -> list[str] | None:
+    try:
+        return path.read_text().rpartition(")")[2].split()
+    except OSError:  # it has ended
+        return None
 
 
 _TICKS_PER_S = 100  # USER_HZ, fixed by the kernel's interface
@@ -97,7 +107,7 @@ class _View:
         if vital is None:
             return
         worked_s = vital.cpu_s - self.cpu_s
-        if vital.state == "D" or worked_s > _BUSY_FRAC * (now_s - self.active_s) + _BUSY_S:
+        if worked_s > _BUSY_FRAC * (now_s - self.active_s) + _BUSY_S:
             self.active_s, self.cpu_s = now_s, vital.cpu_s
 
 
@@ -111,7 +121,7 @@ class Monitor:
     Args:
         folder: run folder.
         hang_s: silence after which a rank counts as hung.
-        clock, vital: for tests.
+        clock, vital, on_disk: for tests.
     """
 
     def __init__(
@@ -122,9 +132,10 @@ class Monitor:
         *,
         clock: Callable[[], float] = time.monotonic,
         vital: Callable[[int], Vital | None] = vital_of,
+        on_disk: Callable[[int], bool] = waits_for_disk,
     ) -> None:
         self.folder, self.hang_s = Path(folder), hang_s
-        self._clock, self._vital = clock, vital
+        self._clock, self._vital, self._on_disk = clock, vital, on_disk
         self._views = [_View() for _ in range(num_ranks)]
         self._every_s = min(1.0, hang_s / 10)
         self._looked_s = self._clock()
@@ -173,6 +184,10 @@ class Monitor:
             if sign is not None:
                 here = self._vital(sign.pid) if sign.is_here() else Vital("S", sign.cpu_s)
                 view.see(sign, here, now_s)
+                # asked only of ranks that look idle, as it reads a file per thread
+                idle = now_s - view.active_s > self.hang_s / 2
+                if idle and sign.is_here() and self._on_disk(sign.pid):
+                    view.active_s = now_s
 
     def _running(self) -> list[_View]:
         return [v for v in self._views if v.is_live and v.sign and v.sign.state == RUNS]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.engines.hang import Monitor, Vital
+from phalanx.engines.hang import Monitor, Vital, vital_of, waits_for_disk
 from phalanx.engines.launch import launch_local
 from phalanx.engines.signs import ENDED, FOLDER, Sign, read_sign, stack_path, write_sign
 from phalanx.engines.watch import Watch
@@ -145,7 +145,14 @@ class Job:
         self.signs = [self._sign(rank) for rank in range(num_ranks)]
         self.cpu_s = [0.0] * num_ranks
         self.state = ["S"] * num_ranks
-        self.monitor = Monitor(folder, num_ranks, 10.0, clock=self._clock, vital=self._vital)
+        self.monitor = Monitor(
+            folder,
+            num_ranks,
+            10.0,
+            clock=self._clock,
+            vital=self._vital,
+            on_disk=lambda pid: self.state[pid] == "D",
+        )
 
     def _sign(self, rank: int) -> Sign:
         words = {
@@ -208,6 +215,23 @@ def test_a_rank_that_waits_for_its_disk_is_no_hang(tmp_path):
     job = Job(tmp_path, 2)
     job.state[1] = "D"
     assert job.run(60, ahead=(0,)) is None
+
+
+def test_the_kernel_says_how_long_a_process_computed_and_when_it_has_ended():
+    child = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        end_s = time.monotonic() + 20
+        while (seen := vital_of(child.pid)) is None or seen.cpu_s < 0.1:
+            assert time.monotonic() < end_s
+            time.sleep(0.05)
+        child.send_signal(signal.SIGSTOP)
+        while vital_of(child.pid).state != "T":
+            assert time.monotonic() < end_s
+        assert not waits_for_disk(child.pid)
+    finally:
+        child.kill()
+        child.wait()
+    assert vital_of(child.pid) is None and not waits_for_disk(child.pid)
 
 
 def test_nothing_hangs_before_the_first_collective_and_after_an_end(tmp_path):
