@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from time import process_time
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -149,12 +150,12 @@ def row_loss(
 ) -> Tensor:
     """Sum of the row's target losses over `num_counted_global`; cross-entropy without `loss`."""
     tokens_S, positions_S, counted_N, targets_N = (
-        torch.from_numpy(array).to(device, non_blocking=True)
+        _placed(array, device)
         for array in (row.tokens_S, row.positions_S, row.counted_N, row.targets_N)
     )
     key = None
     if dropout is not None:
-        places_S = torch.from_numpy(row.global_tokens_S).to(device, non_blocking=True)
+        places_S = _placed(row.global_tokens_S, device)
         key = DropoutKey(dropout.seed, dropout.step, places_S)
     hidden_SD = model.decoder(tokens_S, positions_S, row.document_starts, dropout=key)
     if loss is None:
@@ -168,3 +169,11 @@ def row_loss(
         num_counted_global=num_counted_global,
         vocab_size=model.decoder.config.vocab_size,
     )
+
+
+def _placed(array: np.ndarray, device: torch.device) -> Tensor:
+    """An array on the device; from pinned memory, as a copy from any other waits for a GPU."""
+    tensor = torch.from_numpy(array)
+    if device.type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)

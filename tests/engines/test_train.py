@@ -11,8 +11,9 @@ from phalanx.engines.run_folder import read_run, write_job
 from phalanx.errors import JobError, PlanError, WorldError
 from phalanx.job import load_job
 from phalanx.models.hf import load_decoder, save_folder
-from phalanx.models.lora import inject, load_adapter
+from phalanx.models.lora import inject
 from phalanx.models.parameters import initial_values, load_parameters
+from phalanx.models.peft_folder import load_adapter
 from phalanx.models.spec import (
     LoraSpec,
     canonical_tensors,
@@ -132,8 +133,8 @@ def held_out_loss(model, folder, source) -> float:
     total = count = 0
     for index in range(len(data.held_out)):
         sample = data.held_out[index]
-        at = torch.from_numpy(sample.counted).nonzero().flatten()
-        tokens = torch.from_numpy(sample.tokens).long()
+        at = torch.tensor(sample.counted).nonzero().flatten()
+        tokens = torch.tensor(sample.tokens).long()
         with torch.no_grad():
             hidden = model(tokens)
             total += counted_cross_entropy(
