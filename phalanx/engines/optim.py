@@ -164,7 +164,9 @@ def _local(tensor: Tensor) -> Tensor:
 def _place_gradient(parameter: nn.Parameter) -> None:
     """DTensor leaves some gradients otherwise than their parameter (a row-wise embedding's)."""
     grad = parameter.grad
-    if isinstance(grad, DTensor) and grad.placements != parameter.placements:
+    if not isinstance(grad, DTensor) or not isinstance(parameter, DTensor):
+        return
+    if grad.placements != parameter.placements:
         parameter.grad = grad.redistribute(placements=parameter.placements)
 
 

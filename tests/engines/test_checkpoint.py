@@ -251,9 +251,7 @@ def test_a_run_goes_on_from_the_newest_good_one(tmp_path):
 def saved_slowly(rank, world_size, folder):
     """The disk takes longer than a step; the state at the moment of each save."""
     model, optimizer, process = awkward_run(rank, world_size, {"shard": 2}, seed=1)
-    checkpoints = Checkpoints(
-        folder, model, optimizer, process, keep=9, job_key="key", num_snapshots=2
-    )
+    checkpoints = Checkpoints(folder, model, optimizer, process, keep=9, job_key="key")
     write = os.write
 
     def slow_write(handle, piece):

@@ -129,6 +129,7 @@ def no_manifest(folder):
 
 
 @pytest.mark.dist
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize(
     "change", [save_by_torch, add_a_pickle, other_version, others_manifest, no_manifest]
 )

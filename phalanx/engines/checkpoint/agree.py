@@ -26,7 +26,9 @@ class Council:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self._group: dist.ProcessGroup | None = None
         if self.size > 1:
-            shared = dist.group.WORLD.get_group_store()
+            world = dist.group.WORLD
+            assert world is not None
+            shared = world.get_group_store()
             # how many this rank has made: the same on all, as all make theirs together
             number = shared.add(f"checkpoint/made/{self.rank}", 1)
             store = dist.PrefixStore(f"checkpoint/{number}", shared)

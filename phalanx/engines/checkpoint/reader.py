@@ -116,8 +116,10 @@ def restore_latest(
                 raise
             (on_damaged or (lambda each: warnings.warn(str(each), stacklevel=3)))(error)
             continue
-        known = {"job_key": job_key, "sections": sections}
-        return path, restore(path, model, optimizer, process, verify=False, **known)
+        progress = restore(
+            path, model, optimizer, process, job_key=job_key, sections=sections, verify=False
+        )
+        return path, progress
     return None
 
 

@@ -9,6 +9,7 @@ file carries the offsets that torch's `HuggingFaceStorageReader` understands, so
 
 from __future__ import annotations
 
+import json
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -49,8 +50,6 @@ class Checkpoints:
         keep: how many of the newest stay; "best" is kept beside them.
         job_key: of the job, compared when one is read.
         sections: sections of the job that change the result, to say what differs.
-        num_snapshots: how many may be in host memory at once: with 2 one is taken while the one
-            before is still being written, with 1 `save` waits for it.
         on_failure: gets the error of a save that failed behind the steps, at the next `save`, on
             all ranks; None: it is raised there.
         on_saved: gets progress, name and folder of each checkpoint that is complete, on all ranks,
@@ -67,7 +66,6 @@ class Checkpoints:
         keep: int,
         job_key: str,
         sections: Mapping[str, Any] | None = None,
-        num_snapshots: int = 1,
         on_failure: Callable[[WorldError], None] | None = None,
         on_saved: Callable[[Progress, str, Path], None] | None = None,
     ) -> None:
@@ -75,9 +73,9 @@ class Checkpoints:
         self.model, self.optimizer, self.keep = model, optimizer, keep
         self.on_failure, self.on_saved = on_failure, on_saved
         self._council = Council()
-        self._writer = Writer(self.folder, process, job_key, dict(sections or {}))
+        self._writer = Writer(self.folder, process, job_key, json.loads(json.dumps(sections or {})))
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._free = [Staging(process.device) for _ in range(num_snapshots)]
+        self._staging: dict[str, Staging] = {}
         self._pending: deque[tuple[Snapshot, Future[Path | WorldError]]] = deque()
         self._mine: dict[bool, set[str]] = {}
         self._require_all_trained()
@@ -104,7 +102,8 @@ class Checkpoints:
     def save(self, progress: Progress, name: str = "step") -> None:
         """Take a snapshot and return; a thread writes it. All ranks call it after the same step.
 
-        Until the thread is done, trained weights may be changed by `optimizer` and `restore` only.
+        It waits only for the one before of the same name, should that still be written. Until the
+        thread is done, trained weights may be changed by `optimizer` and `restore` only.
 
         Args:
             progress: as JSON can hold it.
@@ -113,17 +112,18 @@ class Checkpoints:
         Raises:
             WorldError: of an earlier save, as `on_failure` says.
         """
-        while not self._free:
-            failure = self._finish_oldest()
-            if failure is not None and self.on_failure is None:
+        while any(snapshot.name == name for snapshot, _ in self._pending):
+            if (failure := self._finish_oldest()) is None:
+                continue
+            if self.on_failure is None:
                 raise failure
-            if failure is not None:
-                self.on_failure(failure)
+            self.on_failure(failure)
+        progress = Progress.from_dict(json.loads(json.dumps(progress.to_dict())))  # of this moment
         entries = weight_entries(self.optimizer)
         if name != BEST:
             entries |= optimizer_entries(self.optimizer)
         mine = self._written_here(name != BEST, entries)
-        staging = self._free.pop()
+        staging = self._staging.setdefault(name, Staging(self.process.device))
         values = staging.take({key: each.local for key, each in entries.items() if key in mine})
         keep = 1 if name == BEST else self.keep
         rng = generator_states(self.process.device)
@@ -164,7 +164,6 @@ class Checkpoints:
 
     def _finish_oldest(self) -> WorldError | None:
         snapshot, future = self._pending.popleft()
-        self._free.append(snapshot.staging)
         outcome = future.result()
         if isinstance(outcome, WorldError):
             return outcome

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 from types import FrameType, TracebackType
+from typing import Any
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -24,7 +25,7 @@ class StopSignal:
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
-        self._before: dict[signal.Signals, object] = {}
+        self._before: dict[signal.Signals, Any] = {}
 
     @property
     def requested(self) -> bool:

@@ -23,7 +23,7 @@ from phalanx.engines.checkpoint.manifest import (
     step_folder,
 )
 from phalanx.engines.checkpoint.progress import Progress
-from phalanx.engines.checkpoint.shard_file import write_shard
+from phalanx.engines.checkpoint.shard_file import FileRecord, write_shard
 from phalanx.engines.checkpoint.snapshot import Staging, Values
 from phalanx.engines.checkpoint.state import Entry
 from phalanx.engines.process import Process
@@ -75,8 +75,8 @@ class Writer:
         snapshot.staging.wait()
         try:
             record = self._write_files(scratch, snapshot)
-        except OSError as error:
-            record = {"error": _told(error, scratch)}
+        except OSError as failure:
+            record = {"error": _told(failure, scratch)}
         finally:
             snapshot.values.forget()
         records = self._council.gather(record)
@@ -94,7 +94,8 @@ class Writer:
 
     def _write_files(self, scratch: Path, snapshot: Snapshot) -> dict[str, Any]:
         scratch.mkdir(parents=True, exist_ok=True)
-        files, slices = {}, {}
+        files: dict[str, FileRecord] = {}
+        slices: dict[str, list[Any]] = {}
         for part in (WEIGHTS, OPTIMIZER):
             names = [n for n in snapshot.values.forms if snapshot.entries[n].part == part]
             if not names:
@@ -121,7 +122,7 @@ class Writer:
         manifest = Manifest(
             job_key=self.job_key,
             sections=self.sections,
-            mesh=dict(zip(mesh.mesh_dim_names, mesh.shape)),
+            mesh=dict(zip(mesh.mesh_dim_names or (), mesh.shape)),
             progress=snapshot.progress.to_dict(),
             tensors=tensors,
             files=files,
@@ -131,12 +132,12 @@ class Writer:
         try:
             manifest.save(scratch)
             commit.put(scratch, self.folder, snapshot.name, snapshot.progress.step)
-        except OSError as error:
-            return _told(error, scratch)
+        except OSError as failure:
+            return _told(failure, scratch)
         try:
             commit.prune(self.folder, snapshot.name, snapshot.progress.step, snapshot.keep)
-        except OSError as error:
-            return f"it stands, but older ones cannot be removed: {_told(error, self.folder)}"
+        except OSError as failure:
+            return f"it stands, but older ones cannot be removed: {_told(failure, self.folder)}"
         return None
 
 
