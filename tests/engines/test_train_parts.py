@@ -18,6 +18,7 @@ from phalanx.models.hf import save_folder
 from phalanx.models.parameters import initial_values
 from phalanx.models.spec import LoraSpec, canonical_tensors, lora_tensors, small_config
 from phalanx.trace import Trace
+from tests.engines.tensor_cases import MEGATRON, SEQUENCE
 from tests.engines.train_cases import FSDP, REPLICATE, SMALL, run_train, values, write_pairs
 from tests.ranks import RankFailed
 
@@ -100,6 +101,16 @@ def test_a_smoothed_loss_trains_alike_on_any_number_of_ranks(tmp_path, source):
         [line for line in two if line.get("step", 9) < 3],
     )
     torch.testing.assert_close(numbers(short[1]), numbers(short[0]), rtol=1e-4, atol=0.0)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("spec", [MEGATRON, SEQUENCE])
+def test_own_cross_entropy_trains_alike_over_a_tensor_axis(tmp_path, source, spec):
+    """The head of an own loss gives logits over the whole vocabulary, whoever computes them."""
+    flags = {"data.source": source, "model.width": 64}
+    _, expected = run_train(tmp_path / "built-in", flags)
+    _, found = run_train(tmp_path / "own", flags | own("plain"), {"tp": 2}, [spec])
+    torch.testing.assert_close(numbers(found), numbers(expected), rtol=1e-5, atol=0.0)
 
 
 # ---- schedules -----------------------------------------------------------------------------------
