@@ -126,7 +126,7 @@ class Decoder(nn.Module):
         return self.model.norm(x_SD) if self.is_last else x_SD
 
     @property
-    def head_weight(self) -> nn.Parameter:
+    def head_weight(self) -> Tensor:
         """The head [V, D], tied or not, for `ops.loss.counted_cross_entropy`."""
         return self.model.embed_tokens.weight if self.config.tied_head else self.lm_head.weight
 

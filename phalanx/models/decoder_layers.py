@@ -89,6 +89,7 @@ class RmsNorm(nn.Module):
     ) -> None:
         super().__init__()
         self.eps, self.offset = eps, offset
+        self.weight: nn.Parameter | None
         weight = nn.Parameter(torch.zeros(num_channels, **factory)) if has_weight else None
         self.register_parameter("weight", weight)
 
@@ -150,12 +151,16 @@ class Attention(nn.Module):
         rope, documents = context.rope[self.kind.name], context.documents
         q_SHC = _turned(self._heads(self.q_proj, x_SD, context), self.q_norm, rope)
         keys_values = self._keys_values(x_SD, rope, context)
-        options = {"scale": self.scale, "window": self.kind.window}
+        scale, window = self.scale, self.kind.window
         if context.caches is None:
-            out_SHC = packed_attention(q_SHC, *keys_values[0], documents, **options)
+            k_SKC, v_SKC = keys_values[0]
+            out_SHC = packed_attention(q_SHC, k_SKC, v_SKC, documents, scale=scale, window=window)
         else:
             queries = q_SHC.split(documents.lengths)
-            parts = [causal_attention(q, *kv, **options) for q, kv in zip(queries, keys_values)]
+            parts = [
+                causal_attention(q, k_TKC, v_TKC, scale=scale, window=window)
+                for q, (k_TKC, v_TKC) in zip(queries, keys_values)
+            ]
             out_SHC = torch.cat(parts)
         return self.o_proj(out_SHC.flatten(-2), dropout=context.dropout)
 
@@ -246,6 +251,7 @@ class DecoderLayer(nn.Module):
 
     def _of_this_layer(self, x_SD: Tensor, context: RowContext) -> Tensor:
         """What the per-layer embedding adds, [S, D]."""
+        assert context.per_layer_SLP is not None
         gate_SP = self.per_layer_input_gate(x_SD, dropout=context.dropout)
         gated_SP = self.act_fn(gate_SP, context.per_layer_SLP[:, self.layer])
         out_SD = self.per_layer_projection(gated_SP, dropout=context.dropout)

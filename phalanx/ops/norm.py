@@ -29,7 +29,7 @@ def rms_norm(x_SD: Tensor, weight_D: Tensor | None, eps: float, offset: float = 
 
 def rms_norm_rotate(
     x_SHC: Tensor,
-    weight_C: Tensor,
+    weight_C: Tensor | None,
     eps: float,
     cos_S1c: Tensor,
     sin_S1c: Tensor,

@@ -61,7 +61,11 @@ def small_config(
         full_every: every n-th layer sees all earlier tokens, the others a window of `window`.
         other: further fields of DecoderConfig.
     """
-    heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+    heads: dict[str, Any] = {
+        "num_heads": num_heads,
+        "num_kv_heads": num_kv_heads,
+        "head_dim": head_dim,
+    }
     return DecoderConfig(
         family="gemma3_text",
         vocab_size=vocab_size,
