@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -17,6 +17,7 @@ from phalanx.engines.process import Process
 from phalanx.engines.recompute import apply_recompute
 from phalanx.engines.tensor_decoder import bind_decoder
 from phalanx.engines.tensor_products import held
+from phalanx.errors import PlanError
 from phalanx.job import Job
 from phalanx.models.adapter_folder import adapter_weights, lora_of
 from phalanx.models.cache import KvCache
@@ -167,6 +168,8 @@ def bind_model(job: Job, role: RoleProgram, config: DecoderConfig, mesh: DeviceM
     specs: dict[str, list[Spec]] = {"data": [], "tensor": []}
     for spec in role.built_specs():
         specs.setdefault(spec.family, []).append(spec)
+    if lora is None:
+        _require_cast(specs["data"], dtypes["master"], dtypes["compute"])
     tensor = bind_decoder(decoder, specs["tensor"], mesh)
     apply_recompute(decoder, role.recompute)
     data = bind_data(
@@ -177,6 +180,16 @@ def bind_model(job: Job, role: RoleProgram, config: DecoderConfig, mesh: DeviceM
         reduce_dtype=dtypes["reduce"],
     )
     return TrainModel(decoder, data, tensor, lora)
+
+
+def _require_cast(data: Sequence[Spec], master: str, compute: str) -> None:
+    """Only sharding casts the weights that it gathers; nothing else may be asked to."""
+    if master == compute or any(spec.rules()[-1].placement == "shard" for spec in data):
+        return
+    rule = f"casts nothing, so weights kept in {master} cannot be computed in {compute}"
+    legal = ["fsdp, on an axis of any size", f"model.dtype = {master}"]
+    names = [spec.policy_name for spec in data]
+    raise PlanError("plan/illegal", "plan.data", names, rule, legal=legal)
 
 
 def _fill(model: TrainModel, job: Job, source: ModelSource) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from phalanx.engines.bind import BoundData, bind_data
 from phalanx.engines.bind_tensor import BoundTensor
 from phalanx.engines.tensor_decoder import bind_decoder
-from phalanx.engines.trainer_model import TrainModel
+from phalanx.engines.trainer_model import TrainModel, bind_model
 from phalanx.errors import PlanError
 from phalanx.mesh import Mesh
 from phalanx.models.decoder import Decoder
@@ -27,6 +27,7 @@ from phalanx.policies.tensor.megatron import Megatron
 from phalanx.policy import Exchange, Rule, Spec
 from phalanx.worlds.comm_log import CommLog
 from phalanx.worlds.logged_group import device_mesh, init_logged
+from tests.engines.tensor_cases import MEGATRON, Case, job_and_role
 from tests.ranks import current_store, run_ranks
 
 CONFIG = small_config(
@@ -174,3 +175,17 @@ def test_what_sees_its_own_heads_or_tokens_has_partial_gradients():
     ends = ("_proj.weight", "embed_tokens.weight")
     whole = [n for n in canonical_tensors(CONFIG) if not n.endswith(ends)]
     assert splits_tokens and sorted(found) == sorted(whole)
+
+
+def refused(rank: int, world_size: int) -> str:
+    init_logged("gloo", dist.PrefixStore("logged", current_store()), rank, world_size)
+    case = Case(config=CONFIG, mesh={"tp": 2}, specs=(MEGATRON,), dtypes={"compute": "bfloat16"})
+    job, role = job_and_role(case)
+    with pytest.raises(PlanError) as caught:
+        bind_model(job, role, CONFIG, device_mesh("cpu", Mesh(tp=2)))
+    return str(caught.value)
+
+
+@pytest.mark.dist
+def test_weights_that_nothing_casts_cannot_be_computed_in_another_dtype():
+    assert "cannot be computed in bfloat16" in run_ranks(refused, 2, backend=None)[0]
