@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from phalanx.engines.unit_sum import UnitSum
 from phalanx.errors import PlanError
@@ -239,7 +240,12 @@ def _unit_sum(units: Sequence[BoundUnit], unit: BoundUnit, group: dist.ProcessGr
 def _shard_units(
     units: Sequence[BoundUnit], shard: Spec, replicate: Spec | None, mesh: DeviceMesh
 ) -> None:
-    grid = _grid(mesh, [spec.axis for spec in (replicate, shard) if spec is not None])
+    axes = [spec.axis for spec in (replicate, shard) if spec is not None]
+    grid = _grid(mesh, axes)
+    is_cut = any(isinstance(each, DTensor) for each in units[0].module.parameters())
+    if is_cut and grid.mesh_dim_names != tuple(a for a in mesh.mesh_dim_names if a in axes):
+        rule = f"beside a tensor axis {axes[0]} must come before {axes[1]}: torch joins no others"
+        raise PlanError("plan/illegal", "plan.mesh", list(mesh.mesh_dim_names), rule, legal=[axes])
     for unit in reversed(units):  # innermost first: the root claims the rest
         fully_shard(
             list(unit.modules) if len(unit.modules) > 1 else unit.module,

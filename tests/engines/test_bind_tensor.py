@@ -27,7 +27,7 @@ from phalanx.policies.tensor.megatron import Megatron
 from phalanx.policy import Exchange, Rule, Spec
 from phalanx.worlds.comm_log import CommLog
 from phalanx.worlds.logged_group import device_mesh, init_logged
-from tests.engines.tensor_cases import MEGATRON, Case, job_and_role
+from tests.engines.tensor_cases import FSDP, MEGATRON, REPLICATE, Case, job_and_role
 from tests.ranks import current_store, run_ranks
 
 CONFIG = small_config(
@@ -177,15 +177,31 @@ def test_what_sees_its_own_heads_or_tokens_has_partial_gradients():
     assert splits_tokens and sorted(found) == sorted(whole)
 
 
-def refused(rank: int, world_size: int) -> str:
+CAST = Case(config=CONFIG, mesh={"tp": 2}, specs=(MEGATRON,), dtypes={"compute": "bfloat16"})
+ORDER = Case(
+    config=CONFIG,
+    mesh={"shard": 1, "replicate": 2, "tp": 2},
+    specs=(FSDP, REPLICATE, MEGATRON),
+)
+
+
+def refused(rank: int, world_size: int, case: Case) -> str:
     init_logged("gloo", dist.PrefixStore("logged", current_store()), rank, world_size)
-    case = Case(config=CONFIG, mesh={"tp": 2}, specs=(MEGATRON,), dtypes={"compute": "bfloat16"})
     job, role = job_and_role(case)
     with pytest.raises(PlanError) as caught:
-        bind_model(job, role, CONFIG, device_mesh("cpu", Mesh(tp=2)))
+        bind_model(job, role, CONFIG, device_mesh("cpu", Mesh(dict(case.mesh))))
     return str(caught.value)
 
 
 @pytest.mark.dist
-def test_weights_that_nothing_casts_cannot_be_computed_in_another_dtype():
-    assert "cannot be computed in bfloat16" in run_ranks(refused, 2, backend=None)[0]
+@pytest.mark.parametrize(
+    ("case", "rule"),
+    [
+        (CAST, "casts nothing, so weights kept in float64 cannot be computed in bfloat16"),
+        (ORDER, "replicate must come before shard"),
+    ],
+    ids=["dtype", "order of axes"],
+)
+def test_what_no_binder_can_do_is_refused(case, rule):
+    size = Mesh(dict(case.mesh)).size
+    assert rule in run_ranks(refused, size, case, backend=None)[0]
