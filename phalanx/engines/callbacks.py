@@ -42,7 +42,8 @@ class Run:
         folder: run folder.
         rank, num_ranks: this process and how many there are.
         model: the decoder in training, with its sharded parameters. A step's hook runs while the
-            next step is under way, so weights may be one step ahead of the numbers.
+            next step is under way, so weights may be one step ahead of the numbers. Do not change
+            them: checkpoints are written from them, behind the steps.
         step: optimizer steps whose numbers are known.
         metrics: numbers of the latest of them, as in `metrics.jsonl`; empty before the first.
         evaluation: numbers of the latest evaluation, likewise.
