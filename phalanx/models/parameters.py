@@ -41,7 +41,7 @@ def initial_values(seed: int, specs: Iterable[TensorSpec]) -> Iterable[tuple[str
     """(name, fresh whole tensor) of each spec, one at a time."""
     for spec in specs:
         dtype = getattr(torch, spec.dtype)
-        std, mean = spec.init_std, getattr(spec, "init_mean", 0.0)
+        std, mean = spec.init_std, spec.init_mean
         yield spec.name, initial_value(seed, spec.name, spec.shape, dtype, std=std, mean=mean)
 
 
