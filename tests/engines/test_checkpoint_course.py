@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+from pathlib import Path
+
 import pytest
 import torch
 
 from phalanx.data.tokenise import train_tokenizer
 from phalanx.engines.callbacks import Callback
+from phalanx.engines.checkpoint import latest
 from phalanx.models.hf import save_folder
 from phalanx.models.parameters import initial_values
 from phalanx.models.spec import canonical_tensors, small_config
@@ -76,3 +81,43 @@ def test_stop_at_37_on_four_go_on_with_two_then_three(tmp_path, source, base_fol
     for kind, key in (("step", "loss"), ("evaluate", "loss")):
         found, wanted = (torch.tensor(values(each, kind, key)) for each in (metrics, expected))
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=0.0)
+
+
+class FullBetween(Callback):
+    """Somebody else's file fills the disk after one step and is gone after another."""
+
+    def __init__(self, disk, full_after, free_after):
+        self.file, self.full_after, self.free_after = Path(disk) / "other", full_after, free_after
+
+    def on_step(self, run):
+        if run.rank != 0:
+            return
+        if run.step == self.full_after:
+            room = os.statvfs(self.file.parent)
+            self.file.write_bytes(bytes(room.f_bavail * room.f_frsize - 8192))
+        if run.step == self.free_after:
+            self.file.unlink()
+
+
+@pytest.fixture
+def disk(tmp_path):
+    """A run folder whose checkpoints are on a disk of their own."""
+    folder = tmp_path / "run" / "checkpoints"
+    folder.mkdir(parents=True)
+    command = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(folder)]
+    if subprocess.run(command, capture_output=True).returncode != 0:
+        pytest.skip("only root may mount a small disk")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+@pytest.mark.dist
+def test_a_disk_that_fills_up_in_between_costs_checkpoints_and_not_the_run(disk, source):
+    flags = {"data.source": source, "train.steps": 10, "plan.checkpoint_every": 2}
+    filling = FullBetween(disk, full_after=3, free_after=7)
+    result, metrics = run_train(disk.parent, flags, {"shard": 2}, callbacks=[filling])
+    assert result.steps == 10 and Path(disk.parent / result.export / "config.json").is_file()
+    warnings = [text for text in values(metrics, "warning", "text") if "checkpoint of step" in text]
+    assert "checkpoint of step 4: rank" in warnings[0]
+    assert all("No space left on device" in text for text in warnings)
+    assert latest(disk).name == "step-00000008"

@@ -234,6 +234,7 @@ def without_room(rank, world_size, folder):
     checkpoints = Checkpoints(folder, model, optimizer, process, **options)
     with pytest.raises(JobError) as caught:
         checkpoints.require_space()
+    checkpoints.require_space(periodic=False)
     Checkpoints(folder, model, optimizer, process, keep=1, job_key="key").require_space()
     return caught.value.code, str(caught.value)
 

@@ -13,13 +13,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from phalanx.engines.checkpoint.manifest import StoredSlice, StoredTensor
+from phalanx.engines.checkpoint.manifest import (
+    Manifest,
+    StoredFile,
+    StoredSlice,
+    StoredTensor,
+)
 from phalanx.engines.checkpoint.reader import read_slices
 from phalanx.engines.checkpoint.shard_file import DTYPES, write_shard
 from phalanx.engines.checkpoint.slices import Slice, cut, require_whole, writers
 from phalanx.engines.checkpoint.snapshot import PIECE_BYTES, Values
 from phalanx.engines.checkpoint.state import Entry
-from phalanx.errors import PlanError
+from phalanx.errors import JobError, PlanError
 
 shapes = st.lists(st.integers(0, 7), max_size=3).map(tuple)
 meshes = st.lists(st.integers(1, 4), min_size=1, max_size=2)
@@ -180,3 +185,26 @@ def test_a_snapshot_keeps_its_moment_while_the_tensors_change():
             name, lambda piece, name=name: found.__setitem__(name, found[name] + bytes(piece))
         )
     assert found == expected
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_a_manifest_that_was_touched_is_refused_or_says_the_same(data):
+    slices = (StoredSlice("weights-0", (0,), (3,)),)
+    tensors = {"model.w": StoredTensor((3,), "float32", slices)}
+    files = {"weights-0": StoredFile(12, "ab" * 32)}
+    manifest = Manifest("key", {"shard": 2}, {"step": 3}, tensors, files, {"a": {"b": [1]}})
+    with TemporaryDirectory() as name:
+        manifest.save(Path(name))
+        file = Path(name) / "manifest.json"
+        content = bytearray(file.read_bytes())
+        at = data.draw(st.integers(0, len(content) - 1))
+        content[at : at + data.draw(st.integers(0, 3))] = data.draw(st.binary(max_size=3))
+        file.write_bytes(content)
+        try:
+            again = Manifest.load(name)
+        except JobError as error:
+            assert error.code in ("checkpoint/damaged", "checkpoint/format")
+        else:
+            assert again.tensors == tensors and again.files == files
+            assert (again.job_key, again.progress, again.mesh) == ("key", {"step": 3}, {"shard": 2})

@@ -83,21 +83,27 @@ class Checkpoints:
         if process.leads:
             commit.recover(self.folder)
 
-    def predicted_bytes(self, *, with_best: bool = False) -> int:
-        """Disk space of all checkpoints at their most: one more than are kept, while one is
-        written."""
+    def predicted_bytes(self, *, periodic: bool = True, with_best: bool = False) -> int:
+        """Disk space of all checkpoints at their most.
+
+        Args:
+            periodic: they are taken during the run, so that while one is written there is one more
+                than are kept; False: one, should the run be stopped.
+            with_best: "best" is kept beside them, and one more while it is written.
+        """
         num_ranks = self.process.world_size
         best = predicted_bytes(self.optimizer, num_ranks, with_optimizer=False)
         whole = predicted_bytes(self.optimizer, num_ranks)
-        return (self.keep + 1) * whole + (2 * best if with_best else 0)
+        return (self.keep + 1 if periodic else 1) * whole + (2 * best if with_best else 0)
 
-    def require_space(self, *, with_best: bool = False) -> None:
+    def require_space(self, *, periodic: bool = True, with_best: bool = False) -> None:
         """Compare `predicted_bytes` with the disk before the first step; all ranks call it.
 
         Raises:
             JobError: `checkpoint/space`, on all ranks, with folder, bytes needed and free.
         """
-        commit.require_space(self.folder, self.predicted_bytes(with_best=with_best), self._council)
+        needed_bytes = self.predicted_bytes(periodic=periodic, with_best=with_best)
+        commit.require_space(self.folder, needed_bytes, self._council)
 
     def save(self, progress: Progress, name: str = "step") -> None:
         """Take a snapshot and return; a thread writes it. All ranks call it after the same step.
