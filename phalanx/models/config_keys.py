@@ -220,6 +220,14 @@ def rope_to_json(kind: AttentionKind) -> dict[str, Any]:
     return table
 
 
+def older_rope_to_json(kind: AttentionKind) -> dict[str, Any]:
+    """The same in the keys that transformers had before rope_parameters: a reader that knows only
+    these would otherwise take its own defaults without a word."""
+    table = rope_to_json(kind)
+    theta = table.pop("rope_theta")
+    return {"rope_theta": theta, "rope_scaling": table if len(table) > 1 else None}
+
+
 def layer_types_to_json(layer_kinds: Sequence[str]) -> list[str]:
     """The value of layer_types."""
     return [f"{name}_attention" for name in layer_kinds]

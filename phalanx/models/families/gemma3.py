@@ -14,6 +14,7 @@ from phalanx.models.config_keys import (
     TABLE,
     ConfigKeys,
     layer_types_to_json,
+    older_rope_to_json,
     rope_to_json,
 )
 from phalanx.models.families import Family
@@ -144,6 +145,8 @@ def _write(config: DecoderConfig) -> dict[str, Any]:
         "layer_types": layer_types_to_json(config.layer_kinds),
         "sliding_window": config.kind("sliding").window,
         "rope_parameters": {f"{each.name}_attention": rope_to_json(each) for each in config.kinds},
+        "rope_local_base_freq": config.kind("sliding").rope_theta,
+        **older_rope_to_json(kind),
         "query_pre_attn_scalar": round(config.query_scale**-2),
         "final_logit_softcapping": config.logit_soft_cap,
         "hidden_activation": "gelu_pytorch_tanh",

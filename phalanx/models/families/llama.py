@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from phalanx.models.architecture import AttentionKind, DecoderConfig
-from phalanx.models.config_keys import TABLE, ConfigKeys, rope_to_json
+from phalanx.models.config_keys import TABLE, ConfigKeys, older_rope_to_json, rope_to_json
 from phalanx.models.families import Family
 
 _SIZES = "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads".split()
@@ -60,6 +60,7 @@ def _write(config: DecoderConfig) -> dict[str, Any]:
         "num_key_value_heads": kind.num_kv_heads,
         "head_dim": kind.head_dim,
         "rope_parameters": rope_to_json(kind),
+        **older_rope_to_json(kind),
         "hidden_act": "silu",
         "tie_word_embeddings": config.tied_head,
     }

@@ -9,7 +9,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from phalanx.models.architecture import AttentionKind, DecoderConfig
-from phalanx.models.config_keys import TABLE, ConfigKeys, layer_types_to_json, rope_to_json
+from phalanx.models.config_keys import (
+    TABLE,
+    ConfigKeys,
+    layer_types_to_json,
+    older_rope_to_json,
+    rope_to_json,
+)
 from phalanx.models.families import Family
 
 _SIZES = "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads".split()
@@ -74,6 +80,7 @@ def _write(config: DecoderConfig) -> dict[str, Any]:
         "num_key_value_heads": kind.num_kv_heads,
         "head_dim": kind.head_dim,
         "rope_parameters": rope_to_json(kind),
+        **older_rope_to_json(kind),
         "layer_types": layer_types_to_json(config.layer_kinds),
         "use_sliding_window": bool(windows),
         "sliding_window": windows[0] if windows else None,
