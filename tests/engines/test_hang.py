@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -19,6 +20,8 @@ from phalanx.engines.watch import Watch
 from phalanx.errors import WorldError
 
 MODULE, HANG_S = "tests.engines.watched_rank", 2.0
+# the newest sign of a rank that was killed may be a step old on a busy machine
+LAST = re.compile(r"last collective: all_reduce default_pg#[12], 4000 bytes, done")
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 
@@ -60,8 +63,8 @@ def is_running(pid: int) -> bool:
 @pytest.mark.parametrize(
     ("deed", "code", "told"),
     [
-        ("die", "world/dead", "was ended by signal 9 (SIGKILL); in step 4 (step)"),
-        ("stop", "world/timeout", "has been stopped by a signal for 2 s; in step 4 (step)"),
+        ("die", "world/dead", "was ended by signal 9 (SIGKILL); in step"),
+        ("stop", "world/timeout", "has been stopped by a signal for 2 s; in step"),
         ("sleep", "world/timeout", "has done nothing for 2 s while others wait for it"),
         ("raise", "world/failed", "RuntimeError: no such thing; in step 4 (step)"),
         ("refuse", "world/failed", "data/row: rows.jsonl:3: is a row of no known form"),
@@ -70,15 +73,14 @@ def is_running(pid: int) -> bool:
 def test_the_cause_is_named_with_its_last_collective_and_the_stacks_of_all(
     tmp_path, deed, code, told
 ):
-    start_s = time.monotonic()
     with pytest.raises(WorldError) as caught:
         launched(tmp_path, deed)
-    assert time.monotonic() - start_s < 30
+    assert time.monotonic() - float((tmp_path / "deed").read_text()) < HANG_S + 10
     line = str(caught.value).splitlines()[0]
     assert caught.value.code == code and line.startswith("rank 1") and told in line
     if deed != "refuse":
         assert f"on {os.uname().nodename}" in line
-        assert "last collective: all_reduce default_pg#2, 4000 bytes, done" in line
+        assert LAST.search(line)
     assert len(pids(tmp_path)) == 2 and are_gone(pids(tmp_path))
     if code == "world/timeout":
         assert f"stacks of all ranks: {tmp_path / FOLDER}" in str(caught.value)
@@ -118,7 +120,7 @@ def test_ranks_end_with_their_launcher(tmp_path, number):
 @pytest.mark.parametrize(
     ("deed", "told"),
     [
-        ("die", "error[world/dead]: rank 1 on {host}: has died; in step 4 (step)"),
+        ("die", "error[world/dead]: rank 1 on {host}: has died; in step"),
         ("stop", "error[world/timeout]: rank 1 on {host}: has been stopped by a signal for 2 s"),
         ("sleep", "error[world/timeout]: rank 1 on {host}: has done nothing for 2 s"),
         ("raise", "rank 1 on {host}: failed first: RuntimeError: no such thing"),
@@ -132,7 +134,7 @@ def test_under_torchrun_the_first_rank_names_the_cause(tmp_path, deed, told):
     assert done.returncode != 0
     told = told.format(host=os.uname().nodename)
     (line,) = [line for line in done.stderr.splitlines() if told in line]
-    assert "last collective: all_reduce default_pg#2" in line
+    assert LAST.search(line)
     assert are_gone(pids(tmp_path))
 
 

@@ -11,10 +11,12 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from phalanx.engines.checkpoint import StopSignal
 from phalanx.engines.process import start_process
 from phalanx.engines.watch import Watch
 from phalanx.errors import JobError, PhalanxError
@@ -38,9 +40,10 @@ DEEDS = {
 }
 
 
-def step(number: int, rank: int, deed: str) -> None:
+def step(number: int, rank: int, deed: str, folder: str) -> None:
     compute(0.1)
     if rank == 1 and number == STEP:
+        (Path(folder) / "deed").write_text(str(time.monotonic()))
         if deed == "raise":
             raise RuntimeError("no such thing")
         if deed == "refuse":
@@ -51,7 +54,8 @@ def step(number: int, rank: int, deed: str) -> None:
 
 def main(folder: str, deed: str, hang_s: str) -> None:
     rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    with Watch(folder, rank, num_ranks, hang_s=float(hang_s)) as watch:
+    # as training does: torchrun tells the others to stop as soon as one has died
+    with StopSignal(), Watch(folder, rank, num_ranks, hang_s=float(hang_s)) as watch:
         if deed == "prepare" and rank == 0:
             compute(SLOW_S)
         elif deed == "prepare":
@@ -59,7 +63,7 @@ def main(folder: str, deed: str, hang_s: str) -> None:
         with start_process("cpu", Mesh(shard=num_ranks), watch=watch):
             for number in range(6):
                 watch.note(number, "step")
-                step(number, rank, "nothing" if deed == "prepare" else deed)
+                step(number, rank, "nothing" if deed == "prepare" else deed, folder)
                 if rank == 0:
                     print(number, flush=True)
 
