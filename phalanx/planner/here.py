@@ -105,7 +105,16 @@ def training_shape(job: Job, config: DecoderConfig, num_ranks: int) -> TrainingS
         if spec.axis not in mesh.names:
             where, rule = f"plan.{spec.family}", f"needs an axis {spec.axis!r} in plan.mesh"
             raise PlanError("plan/illegal", where, spec.policy_name, rule, legal=mesh.names)
+    if all(mesh.degree(axis) == 1 for axis in _DATA_AXES) and not _casts_weights(job):
+        # one rank has nothing to gather, and gathering would keep a second copy of every weight
+        tables = [table for table in tables if table["family"] != "data"]
+        specs = [spec for spec in specs if spec.family != "data"]
     return TrainingShape(mesh, tables, specs)
+
+
+def _casts_weights(job: Job) -> bool:
+    """Whether data policies also turn what is trained into the dtype that computes."""
+    return job.train.method != "lora" and job.train.master_dtype != job.model.dtype
 
 
 def row_plan(job: Job, longest: int, shape: TrainingShape, device: str) -> dict[str, int]:

@@ -55,3 +55,8 @@ def test_rows_shorter_than_a_document_are_refused():
     assert row_plan(job, 100, found, "cuda")["row_tokens"] == 100
     with pytest.raises(JobError, match="101"):
         row_plan(job, 101, found, "cuda")
+
+
+def test_one_rank_gathers_nothing_unless_weights_are_cast():
+    _, alone = shape({"shard": 1}, devices=1)
+    assert not alone.tables  # 'tiny' is bfloat16 with float32 masters: adapters only need no cast
