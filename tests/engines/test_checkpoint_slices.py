@@ -187,6 +187,15 @@ def test_a_snapshot_keeps_its_moment_while_the_tensors_change():
     assert found == expected
 
 
+def test_memory_that_a_device_is_still_filling_is_not_copied_before_it_is_full():
+    pinned, found = torch.zeros(3), []
+    values = Values({"pinned": pinned}, is_own=True)
+    values.detach()  # the next update comes while copies are under way
+    pinned.fill_(7.0)
+    values.read("pinned", lambda piece: found.append(bytes(piece)))
+    assert found == [torch.full((3,), 7.0).numpy().tobytes()]
+
+
 @settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_a_manifest_that_was_touched_is_refused_or_says_the_same(data):

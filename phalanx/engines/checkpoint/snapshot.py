@@ -29,17 +29,19 @@ class Values:
     """Tensors of one moment, to be read once.
 
     Args:
-        tensors: on the CPU; nobody else changes them before `detach`.
+        tensors: on the CPU.
+        is_own: nobody else ever changes them (a device may still be filling them); False: nobody
+            does before `detach`.
     """
 
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+    def __init__(self, tensors: Mapping[str, Tensor], *, is_own: bool = False) -> None:
         self.forms = {
             name: Form(each.dtype, tuple(each.shape), each.nbytes) for name, each in tensors.items()
         }
         self._rest = {name: _as_bytes(each) for name, each in tensors.items()}
         self._piece = torch.empty(PIECE_BYTES, dtype=torch.uint8)
         self._lock = threading.Lock()
-        self._is_own = False
+        self._is_own = is_own
 
     def read(self, name: str, sink: Callable[[memoryview], object]) -> None:
         """Hand the bytes of a tensor to `sink`, piece by piece, and forget them."""
@@ -96,7 +98,7 @@ class Staging:
             self._pinned[name].copy_(each, non_blocking=True)
         self._copied = torch.cuda.Event()
         self._copied.record()
-        return Values({name: self._pinned[name] for name in tensors})
+        return Values({name: self._pinned[name] for name in tensors}, is_own=True)
 
     def wait(self) -> None:
         """Until the values of the last `take` are there."""
