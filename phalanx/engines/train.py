@@ -94,7 +94,7 @@ def prepared(job: Job, log: Callable[[str], None]) -> tuple[ModelSource, Prepare
     require_sinks(job.plan.log_to)
     source = model_source(job, log=log)
     require_exports(job, source)
-    return source, prepare(data_settings(job), source.tokenizer_folder)
+    return source, prepare(data_settings(job, source.config), source.tokenizer_folder)
 
 
 def _ignore(_event: Mapping[str, Any]) -> None:
