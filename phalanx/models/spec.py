@@ -39,6 +39,7 @@ __all__ = [
     "read_config",
     "small_config",
     "to_huggingface",
+    "unused_names",
     "weight_bytes",
 ]
 
@@ -161,6 +162,16 @@ def canonical_tensors(config: DecoderConfig) -> dict[str, TensorSpec]:
     if not config.tied_head:
         specs.append(_tensor(config, "lm_head.weight", (config.vocab_size, d)))
     return {spec.name: spec for spec in specs}
+
+
+def unused_names(config: DecoderConfig) -> frozenset[str]:
+    """Tensors that checkpoints hold although no layer reads them: Gemma 4's E models store keys and
+    values of layers that use another layer's. They are neither loaded nor changed."""
+    parts = ("k_proj", "v_proj", "k_norm", "v_norm")
+    sharing = (at for at in range(config.num_layers) if config.kv_source(at) != at)
+    return frozenset(
+        f"model.layers.{at}.self_attn.{part}.weight" for at in sharing for part in parts
+    )
 
 
 def num_params(config: DecoderConfig) -> int:

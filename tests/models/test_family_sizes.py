@@ -22,6 +22,7 @@ from phalanx.models.spec import (
     lora_tensors,
     lora_warnings,
     num_params,
+    unused_names,
 )
 from tests.models.families import tiny_config
 
@@ -192,3 +193,12 @@ def test_a_target_without_any_matrix_stays_an_error():
     nothing = LoraSpec(rank=2, alpha=2, targets=("q_proj", "lm_head"))
     with pytest.raises(JobError, match="matches no matrix"):
         lora_tensors(tiny_config("llama3"), nothing)
+
+
+def test_what_sharing_layers_store_for_nothing_is_named():
+    config = tiny_config("gemma4_ple")
+    names = unused_names(config)
+    assert {int(name.split(".")[2]) for name in names} == {3, 4, 5}
+    assert "model.layers.4.self_attn.k_proj.weight" in names
+    assert names.isdisjoint(canonical_tensors(config))
+    assert unused_names(tiny_config("gemma4")) == frozenset()
