@@ -98,7 +98,7 @@ def _text_config(table: Mapping[str, Any], where: str, family: Family) -> Mappin
     outer = {key: table[key] for key in _HOISTED if table.get(key) is not None}
     ties = [each.get("tie_word_embeddings") for each in (table, text)]
     tied = {} if ties == [None, None] else {"tie_word_embeddings": False not in ties}
-    return {**text, **outer, **tied}
+    return {**family.wrapper_defaults, **text, **outer, **tied}
 
 
 def to_huggingface(config: DecoderConfig) -> dict[str, Any]:

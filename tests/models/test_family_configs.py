@@ -13,6 +13,7 @@ import pytest
 from phalanx.errors import JobError
 from phalanx.models.architecture import FrequencyBands
 from phalanx.models.config import parse_config, read_config, to_huggingface
+from phalanx.models.spec import num_params
 from tests.models.families import FAMILIES, TABLES, tiny_config
 
 every_family = pytest.mark.parametrize("family", FAMILIES)
@@ -192,6 +193,22 @@ def test_transformers_multimodal_configs_are_read(family, tmp_path):
     theirs = AutoConfig.for_model(family, text_config=TABLES[family])
     theirs.save_pretrained(tmp_path)
     assert read_config(tmp_path) == tiny_config(family)
+
+
+def test_a_published_text_config_that_leaves_sizes_out_means_those_of_transformers(tmp_path):
+    from transformers import AutoConfig
+
+    text = {
+        "hidden_size": 2560, "intermediate_size": 10_240, "model_type": "gemma3_text",
+        "num_hidden_layers": 34, "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    }  # fmt: skip
+    ours = parse_config({"model_type": "gemma3", "text_config": text, "eos_token_id": [1, 106]})
+    theirs = AutoConfig.for_model("gemma3", text_config=text, eos_token_id=[1, 106])
+    theirs.save_pretrained(tmp_path)
+    assert read_config(tmp_path) == ours
+    # Gemma 3 technical report, table 1: 675 M of embedding, 3,209 M of the rest
+    assert round(num_params(ours) / 1e6, -1) == pytest.approx(675 + 3209, abs=5)
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,7 @@ class Family:
         write: the sizes and options of a `config.json`; `models.config` adds what all have.
         wrapper_types: `model_type`s of multimodal configs that hold this one as `text_config`.
         wrapper_keys: their keys that concern other towers only.
+        wrapper_defaults: sizes that a published `text_config` leaves out, as transformers has them.
     """
 
     model_type: str
@@ -37,7 +38,8 @@ class Family:
     read: Callable[[Mapping[str, Any], str], DecoderConfig]
     write: Callable[[DecoderConfig], dict[str, Any]]
     wrapper_types: tuple[str, ...] = ()
-    wrapper_keys: frozenset[str] = field(default_factory=frozenset)
+    wrapper_keys: frozenset[str] = frozenset()
+    wrapper_defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
 @cache

@@ -42,6 +42,14 @@ _WRAPPER_KEYS = frozenset(
     boi_token_id eoi_token_id image_token_id""".split()
 )
 
+# google/gemma-3-4b-it's text_config names five keys only
+_WRAPPER_DEFAULTS = {
+    "vocab_size": 262_208,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+}
+
 
 def small_config(
     *,
@@ -161,4 +169,5 @@ FAMILY = Family(
     write=_write,
     wrapper_types=("gemma3",),
     wrapper_keys=_WRAPPER_KEYS,
+    wrapper_defaults=_WRAPPER_DEFAULTS,
 )
