@@ -33,7 +33,7 @@ class CutProduct:
         leaves: Callable[[Tensor], Tensor] | None,
     ) -> None:
         self._module, self._first_channel, self._leaves = module, first_channel, leaves
-        self._rows = None if rows is None else _as_slice(rows)
+        self._rows: slice | Tensor | None = None if rows is None else _as_index(rows)
 
     def __call__(self, x_Si: Tensor, dropout: DropoutKey | None = None) -> Tensor:
         """[S, o], or what `leaves` makes of it."""
@@ -52,7 +52,8 @@ class CutProduct:
             return part
         if isinstance(self._rows, slice):
             return part[self._rows]
-        return part.index_select(0, torch.tensor(self._rows, device=part.device))
+        self._rows = self._rows.to(part.device)  # copied once
+        return part.index_select(0, self._rows)
 
 
 def held(parameter: Tensor) -> Tensor:
@@ -60,7 +61,7 @@ def held(parameter: Tensor) -> Tensor:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
-def _as_slice(rows: Sequence[int]) -> slice | list[int]:
+def _as_index(rows: Sequence[int]) -> slice | Tensor:
     if list(rows) == list(range(rows[0], rows[-1] + 1)):
         return slice(rows[0], rows[-1] + 1)
-    return list(rows)
+    return torch.tensor(rows)

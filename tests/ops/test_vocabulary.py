@@ -78,6 +78,36 @@ def test_loss_of_parts_equals_plain_cross_entropy(degree):
         torch.testing.assert_close(joined, head_grad_VD, rtol=1e-11, atol=1e-12)
 
 
+def narrow_losses(rank: int, world_size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    part = VocabularyPart(dist.group.WORLD, VOCAB)
+    hidden_SD, whole_VD, counted_N, targets_N = tensors(1.0)
+    hidden_SD = hidden_SD.detach().to(dtype).requires_grad_()
+    head_vD = part_of(part, rank, whole_VD.to(dtype))
+    loss = counted_cross_entropy(
+        hidden_SD, head_vD, counted_N, targets_N, num_counted_global=DIVISOR, soft_cap=5.0,
+        chunk_bytes=5 * 344 * 4, part=part if world_size > 1 else None,
+    )  # fmt: skip
+    return loss.detach(), *torch.autograd.grad(loss, (hidden_SD, head_vD))
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(("dtype", "rounding"), [(torch.float32, 2**-24), (torch.bfloat16, 2**-9)])
+def test_narrow_parts_agree_with_the_whole_in_the_same_dtype(dtype, rounding):
+    """A row's gradient is rounded in each of three parts, in two sums and in the whole: six
+    roundings of what a part can hold, which is a row of the head; float32's products round too."""
+    ((loss, hidden_grad_SD, head_grad_VD),) = run_ranks(
+        narrow_losses, 1, dtype, backend="logged_gloo"
+    )
+    ranks = run_ranks(narrow_losses, 3, dtype, backend="logged_gloo")
+    bound = 6 * rounding * float(tensors(1.0)[1].abs().max()) / DIVISOR
+    bound = max(bound, 1e-6)
+    for of_rank in ranks:
+        torch.testing.assert_close(of_rank[0], loss, rtol=1e-5, atol=0.0)
+        torch.testing.assert_close(of_rank[1], hidden_grad_SD, rtol=0.0, atol=bound)
+    joined = torch.cat([of_rank[2] for of_rank in ranks])
+    torch.testing.assert_close(joined, head_grad_VD, rtol=0.0, atol=bound)
+
+
 def embedded_and_scored(rank: int, world_size: int) -> tuple[Tensor, ...]:
     part = VocabularyPart(dist.group.WORLD, VOCAB)
     hidden_SD, whole_VD, _, _ = tensors(1.0)
