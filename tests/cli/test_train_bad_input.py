@@ -166,3 +166,29 @@ def test_going_on_takes_everything_from_the_run(capsys, tmp_path):
     assert "cannot stand beside --resume" in capsys.readouterr().err
     assert main(["train", "--resume", str(tmp_path / "none")]) == 2
     assert "holds no run" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("place", ["pairs.jsonl", "pairs.jsonl/run", "/proc/self/run"])
+def test_a_run_folder_that_cannot_be_made_is_refused_first(refused, tmp_path, place):
+    line = refused(target=tmp_path / place)
+    assert line.startswith("error[cli/file]: --folder = ") and "cannot be made" in line
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["one.toml", "two.toml"],
+        ["--procs", "-1"],
+        ["--procs", "many"],
+        ["--folder"],
+        ["--resume"],
+        ["--train.steps"],
+        ["--steps", "3"],
+        ["--plan", "/nowhere/plan.json", "--model", "tiny", "--train.method", "pretrain"],
+        ["/nowhere/job.toml"],
+    ],
+)
+def test_words_that_make_no_run_are_one_line(capsys, argv):
+    assert main(["train", *argv]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("error[") and err.count("\n") == 1

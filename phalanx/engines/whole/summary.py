@@ -56,7 +56,8 @@ def write_report(summary: Summary) -> Report:
 def _report(summary: Summary) -> Report:
     of_training = summary.trained.report
     report = replace(of_training, rows=list(of_training.rows))
-    report.notes["serving"] = summary.serving
+    if summary.serving:
+        report.notes["serving"] = summary.serving
     _parity_rows(report, summary.parity)
     if summary.load is not None:
         report.rows.extend(summary.load.rows)

@@ -6,6 +6,7 @@ launcher such as torchrun started it as one of the ranks itself.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import datetime
@@ -81,6 +82,7 @@ class Asked:
             rule = f"holds a run; go on with it by `--resume {self.folder}` or name another"
             near = f"{self.folder}-{_stamp()}"
             raise JobError("job/bad-value", "--folder", self.folder, rule, legal=[near])
+        _require_writable(self.folder)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,6 +169,17 @@ def make_ready(asked: Asked, say: Callable[[str], None]) -> Ready:
     for row in plan.predictions:
         say(f"predicted: {row['quantity']} = {row['value']:.4g} {row['unit']}")
     return Ready(asked=asked, source=source, data=data, plan=plan)
+
+
+def _require_writable(folder: Path) -> None:
+    """Refuse a folder that cannot be made, without making it."""
+    place = folder.absolute()
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    if not place.is_dir():
+        raise JobError("cli/file", "--folder", folder, f"cannot be made: {place} is no folder")
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise JobError("cli/file", "--folder", folder, f"cannot be made: {place} is not writable")
 
 
 def _require_outcome(asked: Asked, source: ModelSource) -> None:
