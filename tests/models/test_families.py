@@ -43,6 +43,23 @@ def test_logits_equal_transformers(family, count):
 
 @every_family
 @torch.no_grad()
+def test_bfloat16_logits_are_within_the_error_of_transformers(family):
+    """Mean distance from float32 of the same rounded weights; top tokens within a point."""
+    rounded = random_decoder(tiny_config(family, "bfloat16"))
+    wide = Decoder(tiny_config(family))
+    load_parameters(wide, ((name, value.float()) for name, value in rounded.state_dict().items()))
+    tokens = random_tokens(wide.config, 300)
+    exact = wide.logits(wide(tokens))
+    ours = rounded.logits(rounded(tokens)).float()
+    theirs = transformers_twin(rounded)(tokens[None]).logits[0].float()
+    errors = [(logits - exact).abs().mean() for logits in (ours, theirs)]
+    assert errors[0] <= errors[1]
+    agree = [(logits.argmax(-1) == exact.argmax(-1)).sum() for logits in (ours, theirs)]
+    assert agree[0] >= agree[1] - 3 - 2 * (300 - agree[1]) ** 0.5  # a point, and chance
+
+
+@every_family
+@torch.no_grad()
 def test_saved_folder_has_the_logits_of_the_decoder_in_transformers(family, tmp_path):
     """Through config.json and safetensors, as a user gets it; several documents in our row."""
     from transformers import AutoModelForCausalLM
