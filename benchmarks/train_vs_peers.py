@@ -98,7 +98,7 @@ def chat_case(tokens: int, counted_frac: float, num_steps: int) -> Case:
     flags = ["--model.name", "gemma3-270m", "--data.max_tokens", str(ROW_TOKENS)]
     job = load_job(None, parse_flags([*flags, "--data.too_long", "drop"]))
     source = model_source(job)
-    stream = SampleStream(prepare(data_settings(job), source.tokenizer_folder).train)
+    stream = SampleStream(prepare(data_settings(job, source.config), source.tokenizer_folder).train)
     steps, sizes, start = [], [], 0
     for _ in range(num_steps):
         batch = step_batch(
@@ -114,7 +114,7 @@ def chat_case(tokens: int, counted_frac: float, num_steps: int) -> Case:
             _counted(each.tokens_S, each.document_starts, counted_frac)
             for each in batch.micro_batches
         ]
-        if len(rows) % 2:  # two processes want as many rows each
+        if len(rows) % 2 and len(rows) > 1:  # two processes want as many rows each
             rows = rows[:-1]
         steps.append(tuple(rows))
         sizes.append(sum(len(row.tokens_S) for row in rows))

@@ -130,7 +130,7 @@ def main(arguments: list[str]) -> int:
 
     job, num_processes = read_job(arguments[0]), int(arguments[1])
     source = model_source(job, log=lambda text: print(text, file=sys.stderr))
-    data = prepare(data_settings(job), source.tokenizer_folder)
+    data = prepare(data_settings(job, source.config), source.tokenizer_folder)
     work = workload(job, source.config, data, num_processes)
     print(json.dumps(calibrate(source.config, work, num_processes=num_processes)))
     return 0

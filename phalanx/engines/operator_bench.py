@@ -328,7 +328,8 @@ def _head(bench: OperatorBench, op: Operator) -> Callable[[], Tensor]:
     config, count = bench.config, bench.num_counted
     # logits of order one, as a model's: exponentials of wider ones are denormal and slow
     scale = config.hidden_size**-0.5
-    head_VD = (torch.randn(config.vocab_size, config.hidden_size) * scale).to(bench.dtype)
+    shape = (config.vocab_size, config.hidden_size)
+    head_VD = torch.empty(shape, dtype=bench.dtype).normal_(std=scale)
     head_VD.requires_grad_(bench.lora is None)
     hidden_SD = _rows(bench, config.hidden_size)
     counted_N = torch.randperm(bench.documents.bounds[-1])[:count]
