@@ -18,7 +18,7 @@ from phalanx.errors import PhalanxError
 
 # The help page reads in the order of the work; a verb that is not named here comes last.
 _ORDER = (
-    *("plan", "simulate", "train", "serve", "run"),
+    *("plan", "simulate", "data", "train", "serve", "run"),
     *("job", "init", "bench", "trace", "doctor", "systems", "policies", "lab"),
 )
 _NOT_VERBS = ("app", "output")

@@ -6,6 +6,7 @@ MASTER_PORT), so torchrun, Slurm and Kubernetes launchers all do.
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -28,6 +29,7 @@ T = TypeVar("T")
 # Kernels that oneDNN keeps, read when the first is made. With documents of all lengths its default
 # of 1,024 grows to 0.6 GB a process; 128 hold those that come back and cost no measurable time.
 _KERNEL_CACHE = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128"}
+_starts = itertools.count()  # ranks of one job start in step
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 
 
@@ -101,7 +103,9 @@ def start_process(
     owns = not dist.is_initialized()
     if owns:
         torch.set_num_threads(_num_threads())
-        init_logged(BACKENDS[device], open_store(), *rank_here(), timeout_s)
+        # a group of its own each time, as the store outlives it
+        store = dist.PrefixStore(f"start{next(_starts)}", open_store())
+        init_logged(BACKENDS[device], store, *rank_here(), timeout_s)
     try:
         where = torch.device(device, local_rank) if device == "cuda" else torch.device(device)
         yield Process(dist.get_rank(), dist.get_world_size(), where, device_mesh(device, mesh))

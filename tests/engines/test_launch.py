@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import textwrap
+import threading
 import time
 
 import pytest
@@ -72,3 +75,54 @@ def test_ranks_that_do_not_end_are_named(module):
     with pytest.raises(WorldError, match=r"ranks \[1\]: did not end within 0\.5 s") as caught:
         launch_local(name, [], 2, timeout_s=0.5)
     assert caught.value.code == "world/timeout"
+
+
+@pytest.mark.dist
+def test_ranks_may_join_again_after_they_left(module, monkeypatch):
+    name = module(
+        """
+        import torch
+        from phalanx.engines.process import start_process
+        from phalanx.mesh import Mesh
+        for mesh in (Mesh(shard=2), Mesh(replicate=2), Mesh(shard=2)):
+            with start_process("cpu", mesh, timeout_s=60.0) as process:
+                total = process.sum(process.rank + 1.0)
+        print(total)
+        """
+    )
+    lines: list[str] = []
+    launch_local(name, [], 2, on_line=lines.append, timeout_s=100.0)
+    assert lines == ["3.0"]
+
+
+def test_a_process_that_is_told_to_stop_tells_its_ranks_and_waits_for_them(module, tmp_path):
+    name = module(
+        f"""
+        import signal
+        from pathlib import Path
+        told = []
+        signal.signal(signal.SIGTERM, lambda *_: told.append(1))
+        Path({str(tmp_path)!r}, "up" + os.environ["RANK"]).touch()
+        while not told:
+            time.sleep(0.01)
+        time.sleep(0.5)  # saves
+        Path({str(tmp_path)!r}, "saved" + os.environ["RANK"]).touch()
+        """
+    )
+
+    def interrupt() -> None:
+        while len(list(tmp_path.glob("up*"))) < 2:
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt).start()
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        launch_local(name, [], 2, timeout_s=60.0)
+    assert len(list(tmp_path.glob("saved*"))) == 2
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_what_a_rank_left_unsaid_is_told_by_its_exit_code(module):
+    with pytest.raises(WorldError, match="rank 0: exit code 3"):
+        launch_local(module("sys.exit(3)"), [], 1)
