@@ -14,7 +14,7 @@ from phalanx.cost.training import counted_weight, row_multiple
 from phalanx.data.batches import SampleStream, num_steps
 from phalanx.data.prepare import Prepared
 from phalanx.engines.callbacks import Callback
-from phalanx.engines.checkpoint import Checkpoints, Progress
+from phalanx.engines.checkpoint import Checkpoints, Progress, restore, restore_latest
 from phalanx.engines.evaluate import HeldOut
 from phalanx.engines.guard import Guard
 from phalanx.engines.operator_profile import OperatorProfile
@@ -25,7 +25,7 @@ from phalanx.engines.trainer_model import TrainModel, build_model
 from phalanx.engines.trainer_step import TrainStep
 from phalanx.engines.user_loss import load_loss
 from phalanx.engines.weight_check import WeightCheck
-from phalanx.errors import WorldError
+from phalanx.errors import JobError, WorldError
 from phalanx.job import Job
 from phalanx.models.source import ModelSource
 from phalanx.plan import RoleProgram
@@ -110,6 +110,28 @@ class Parts:
         self.profile = OperatorProfile(process.rank, units, device)
         self.checkpoints = self._checkpoints(on_saved, on_not_saved)
 
+    def restore(self, on_damaged: Callable[[JobError], None]) -> Progress | None:
+        """Weights, optimizer and counters of the checkpoint to go on from; None for a new run.
+
+        Args:
+            on_damaged: hears of a newer checkpoint that is damaged.
+
+        Raises:
+            JobError: `job/not-found` where there is none; as `checkpoint.restore`.
+        """
+        resume, job = self.inputs.resume, self.inputs.job
+        if not resume:
+            return None
+        holders = (self.model, self.optimizer, self.process)
+        asked = {"job_key": job.result_key, "sections": _result_sections(job)}
+        if resume is not True:
+            return restore(resume, *holders, **asked)
+        found = restore_latest(self.checkpoints.folder, *holders, **asked, on_damaged=on_damaged)
+        if found is None:
+            rule = "holds no checkpoint to go on from"
+            raise JobError("job/not-found", "--resume", self.checkpoints.folder, rule)
+        return found[1]
+
     def learning_rate(self, number: int) -> float:
         """Of a step."""
         train = self.inputs.job.train
@@ -145,8 +167,6 @@ class Parts:
         on_failure: Callable[[WorldError], None],
     ) -> Checkpoints:
         job = self.inputs.job
-        sections = job.to_dict()
-        del sections["plan"]
         checkpoints = Checkpoints(
             self.inputs.folder / "checkpoints",
             self.model,
@@ -154,12 +174,19 @@ class Parts:
             self.process,
             keep=job.plan.keep_checkpoints,
             job_key=job.result_key,
-            sections=sections,
+            sections=_result_sections(job),
             on_saved=on_saved,
             on_failure=on_failure,
         )
-        checkpoints.require_space(with_best=job.train.keep_best)
+        periodic = bool(job.plan.checkpoint_every)
+        checkpoints.require_space(periodic=periodic, with_best=job.train.keep_best)
         return checkpoints
+
+
+def _result_sections(job: Job) -> dict[str, Any]:
+    sections = job.to_dict()
+    del sections["plan"]
+    return sections
 
 
 def _require_same(inputs: Inputs, process: Process) -> None:

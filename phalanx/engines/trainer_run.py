@@ -59,17 +59,14 @@ class TrainRun:
 
     def go(self) -> TrainResult:
         """Model, evaluation, steps, evaluation, export."""
-        resumed = self._checkpoint()
         with self._timed("load"):
             self.parts = Parts(self.inputs, self.process, self._saved, self._not_saved)
-            if resumed is not None:
-                self._restore(resumed)
-        self._open_report()
+            goes_on = self._restore()
         self.memory.restart()
         try:
             self.report.callbacks.start()
             with StopSignal() as signal:
-                self._begin(is_new=resumed is None)
+                self._begin(is_new=not goes_on)
                 stopped = self._steps(signal)
                 peak_bytes = self.process.sum(self.memory.peak_bytes())
                 written = self._end(stopped)
@@ -81,23 +78,18 @@ class TrainRun:
 
     # ---- before the first step -------------------------------------------------------------------
 
-    def _checkpoint(self) -> Path | None:
-        """The checkpoint to go on from, or None."""
-        if self.inputs.resume is not True:
-            return Path(self.inputs.resume) if self.inputs.resume else None
-        found = latest(self.folder / "checkpoints")
-        if found is None:
-            rule = "holds no checkpoint to go on from"
-            raise JobError("job/not-found", "--resume", self.folder / "checkpoints", rule)
-        return found
-
-    def _restore(self, path: Path) -> None:
-        key = self.job.result_key
-        self.progress = restore(
-            path, self.parts.model, self.parts.optimizer, self.process, job_key=key
-        )
-        self.parts.guard.restore(self.progress.extra["guard"])
-        self.answers_before = self.progress.extra["answers"]
+    def _restore(self) -> bool:
+        """Go on from a checkpoint, where one is asked for."""
+        damaged: list[JobError] = []
+        found = self.parts.restore(damaged.append)
+        if found is not None:
+            self.progress = found
+            self.parts.guard.restore(found.extra["guard"])
+            self.answers_before = found.extra["answers"]
+        self._open_report()
+        for error in damaged:
+            self._warn(f"{error}; an older one is used")
+        return found is not None
 
     def _open_report(self) -> None:
         process = self.process
@@ -137,6 +129,9 @@ class TrainRun:
         model = self.parts.model
         for text in lora_warnings(model.decoder.config, model.lora) if model.lora else ():
             self._warn(text)
+        if self.job.train.master_dtype == "bfloat16":
+            lost = "updates below 1/256 of a weight are lost in it, and in its moments"
+            self._warn(f"train.master_dtype = bfloat16: {lost}")
         self.parts.weights.run(self.progress.step)  # finds ranks that loaded other weights
         if is_new and self.parts.held_out:
             self._evaluate()
@@ -239,8 +234,7 @@ class TrainRun:
     def _end(self, stopped: str) -> dict[str, Any]:
         """Export, unless the run goes on later; names of what was written."""
         self.report.read()
-        with self._timed("save"):
-            self.parts.checkpoints.close()
+        self._close_checkpoints(stopped)
         written: dict[str, Any] = {}
         if stopped == "signal":
             path = step_folder(self.parts.checkpoints.folder, "step", self.progress.step)
@@ -271,6 +265,16 @@ class TrainRun:
         written["trace"] = write_traces(self.folder, trace, *place).name
         self.report.metrics.close()
         return written
+
+    def _close_checkpoints(self, stopped: str) -> None:
+        """Wait for the disk. Only a run that shall go on needs its last checkpoint."""
+        with self._timed("save"):
+            try:
+                self.parts.checkpoints.close()
+            except WorldError as error:
+                if stopped == "signal":
+                    raise
+                self._warn(str(error))
 
     def _load_best(self) -> None:
         """The weights of the lowest held-out loss, where they are not those of the last step."""

@@ -162,7 +162,7 @@ def row_loss(
         return model.loss(hidden_SD, counted_N, targets_N, num_counted_global)
     return user_loss(
         loss,
-        hidden_SD,
+        model.whole_rows(hidden_SD),
         model.logits,
         counted_N,
         targets_N,
