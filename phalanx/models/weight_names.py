@@ -6,11 +6,11 @@ has its own; what the decoder does not compute (a vision tower) stays in the fol
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
 from phalanx.errors import JobError, nearest_names
-from phalanx.models.spec import DecoderConfig, TensorSpec, canonical_tensors
+from phalanx.models.spec import DecoderConfig, TensorSpec, canonical_tensors, unused_names
 from phalanx.models.stored import FLOAT_DTYPES, StoredTensor, stored_tensors
 
 _BODY, _HEAD, _EMBEDDING = "model.", "lm_head.weight", "embed_tokens.weight"
@@ -55,13 +55,22 @@ def model_weights(folder: str | Path, config: DecoderConfig) -> dict[str, Stored
         JobError: as `stored_tensors`; `model/tensor` for a tensor that is missing, has another
             shape, is quantised, or belongs to no part of the model.
     """
-    return matched(canonical_tensors(config), stored_tensors(folder), folder)
+    specs, stored = canonical_tensors(config), stored_tensors(folder)
+    return matched(specs, stored, folder, unused=unused_names(config))
 
 
 def matched(
-    specs: Mapping[str, TensorSpec], stored: Mapping[str, StoredTensor], folder: str | Path
+    specs: Mapping[str, TensorSpec],
+    stored: Mapping[str, StoredTensor],
+    folder: str | Path,
+    *,
+    unused: Collection[str] = (),
 ) -> dict[str, StoredTensor]:
-    """As `model_weights`, for tensors and a listing at hand."""
+    """As `model_weights`, for tensors and a listing at hand.
+
+    Args:
+        unused: canonical names that may be stored although nothing reads them.
+    """
     prefix = stored_prefix(stored)
     weights: dict[str, StoredTensor] = {}
     for name, spec in specs.items():
@@ -72,7 +81,7 @@ def matched(
             raise JobError("model/tensor", str(folder), wanted, rule, legal=near)
         _require_fit(found, spec)
         weights[name] = found
-    _refuse_unknown(weights, stored, prefix)
+    _refuse_unknown(weights, stored, prefix, unused)
     return weights
 
 
@@ -90,13 +99,14 @@ def _refuse_unknown(
     weights: Mapping[str, StoredTensor],
     stored: Mapping[str, StoredTensor],
     prefix: str,
+    unused: Collection[str],
 ) -> None:
     for name in stored:
         canonical = canonical_name(name, prefix)
         if canonical is None and "language_model" in prefix:  # another modality
             continue
         # a head: tied, and stored all the same
-        if canonical in {_HEAD, *weights} or name.endswith(_WITHOUT_EFFECT):
+        if canonical in {_HEAD, *weights, *unused} or name.endswith(_WITHOUT_EFFECT):
             continue
         wanted = [stored_name(each, prefix) for each in weights]
         rule = "is stored here but belongs to no part of the model that config.json describes"

@@ -14,6 +14,7 @@ from phalanx.models.lora import inject
 from phalanx.models.parameters import initial_values, load_parameters
 from phalanx.models.peft_folder import save_adapter
 from phalanx.models.spec import LoraSpec, canonical_tensors, lora_tensors
+from phalanx.models.weight_names import model_weights
 from tests.models.families import FAMILIES, tiny_config
 
 MATRICES = ("gate_proj", "down_proj", "q_proj", "o_proj")
@@ -99,3 +100,19 @@ def test_tuned_folder_keeps_names_shapes_dtypes_and_config(tmp_path, family):
     load_parameters(decoder, read_tensors(tuned))
     for name, value in decoder.state_dict().items():
         assert torch.equal(value, (values(family)[name] * 2).bfloat16()), name
+
+
+def test_keys_that_no_layer_reads_may_be_stored_and_stay(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    family, config = "gemma4_ple", tiny_config("gemma4_ple")
+    folder = save_folder(tmp_path / "m", config, values(family).items())
+    expected = load_decoder(folder)(tokens(family))
+    sharing = next(at for at in range(config.num_layers) if config.kv_source(at) != at)
+    unused = f"model.layers.{sharing}.self_attn.k_proj.weight"
+    stored = load_file(folder / "model.safetensors")
+    save_file(stored | {unused: torch.ones(3, 5)}, folder / "model.safetensors", {"format": "pt"})
+    assert torch.equal(load_decoder(folder)(tokens(family)), expected)
+    model_weights(folder, config)
+    tuned = save_tuned(tmp_path / "tuned", folder, {}.items())
+    assert torch.equal(dict(read_tensors(tuned))[unused], torch.ones(3, 5))
