@@ -12,14 +12,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import init_device_mesh
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
     parallelize_module,
 )
 
-from peers.case import Case
-from peers.transformers_peft import adapted_model, inputs_of, optimizer_of
+from peers.case import LEARNING_RATE, Case
+from peers.transformers_peft import adapted_model, inputs_of
 
 NAME = "torch script, parallelize_module on 2 processes"
 NUM_PROCESSES = 2
@@ -47,7 +48,10 @@ def build(case: Case) -> Callable[[int], None]:
     causal = model.get_base_model()
     for layer in causal.model.layers:
         _cut(layer, mesh)
-    optimizer = optimizer_of(model)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    cut = [parameter for parameter in trained if isinstance(parameter, DTensor)]
+    whole = [parameter for parameter in trained if not isinstance(parameter, DTensor)]
+    optimizers = [torch.optim.AdamW(each, lr=LEARNING_RATE, fused=True) for each in (cut, whole)]
 
     def step(number: int) -> None:
         for row in case.rows(number):
@@ -56,11 +60,24 @@ def build(case: Case) -> Callable[[int], None]:
             targets_N = torch.from_numpy(row.targets_N)
             loss = torch.nn.functional.cross_entropy(logits_NV.float(), targets_N, reduction="sum")
             (loss / case.num_counted(number)).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=False)
-        optimizer.step()
-        optimizer.zero_grad()
+        _clip(cut, whole)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
 
     return step
+
+
+def _clip(cut: list[Tensor], whole: list[Tensor]) -> None:
+    """To norm 1; torch's own function does not take plain tensors and DTensors together."""
+    parts = [parameter.grad.to_local() for parameter in cut]
+    square = torch.nn.utils.get_total_norm(parts).square()
+    dist.all_reduce(square)
+    grads = [parameter.grad for parameter in whole]
+    norm = (square + torch.nn.utils.get_total_norm(grads).square()).sqrt()
+    factor = torch.clamp(1.0 / (norm + 1e-6), max=1.0)
+    for grad in (*parts, *grads):
+        grad.mul_(factor)
 
 
 def _cut(layer: nn.Module, mesh) -> None:
@@ -77,8 +94,6 @@ def _cut(layer: nn.Module, mesh) -> None:
     attention.num_key_value_groups //= size
     for projection in (attention.k_proj, attention.v_proj):  # own query heads' part only
         projection.register_forward_hook(_summed)
-    for norm in (attention.q_norm,):
-        norm.requires_grad_(False)
 
 
 def _summed(_module: nn.Module, _inputs: object, output: Tensor) -> Tensor:
