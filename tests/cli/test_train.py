@@ -15,7 +15,8 @@ import pytest
 import phalanx
 from phalanx.cli import main
 from phalanx.engines.signs import read_sign
-from tests.cli.train_inputs import FLAGS, words, write_model, write_pairs
+from tests.cli.train_inputs import FLAGS, words
+from tests.tiny_run import write_base, write_pairs
 
 pytestmark = pytest.mark.dist
 HOSTILE = {
@@ -46,7 +47,7 @@ ACCELERATE_YAML = "distributed_type: DEEPSPEED\nmixed_precision: fp16\nnum_proce
 def place(tmp_path_factory):
     """A folder with a model, data and a cache of its own."""
     folder = tmp_path_factory.mktemp("train")
-    write_model(folder)
+    write_base(folder)
     write_pairs(folder / "pairs.jsonl")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))

@@ -12,12 +12,13 @@ from phalanx.cli import main
 from phalanx.engines import calibrate as calibration
 from phalanx.engines import launch
 from phalanx.models import folders
-from tests.cli.train_inputs import words, write_model, write_pairs
+from tests.cli.train_inputs import words
+from tests.tiny_run import write_base, write_pairs
 
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
-    return write_model(tmp_path_factory.mktemp("model"))
+    return write_base(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(autouse=True)

@@ -9,14 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from phalanx.data.tokenise import train_tokenizer
 from phalanx.engines.callbacks import Callback
 from phalanx.engines.checkpoint import latest
-from phalanx.models.hf import save_folder
-from phalanx.models.parameters import initial_values
-from phalanx.models.spec import canonical_tensors, small_config
-from tests.engines.train_cases import FSDP, REPLICATE, run_train, values, write_pairs
+from tests.engines.train_cases import FSDP, REPLICATE, run_train, values
 from tests.ranks import RankFailed
+from tests.tiny_run import write_base, write_pairs
 
 TENSOR = {"family": "tensor", "name": "megatron"}
 
@@ -37,21 +34,8 @@ def source(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def base_folder(tmp_path_factory):
-    root = tmp_path_factory.mktemp("model")
-    tokenizer = train_tokenizer(["alpha beta gamma number 1 2 3"] * 3, 280, root / "tokenizer")
-    config = small_config(
-        vocab_size=290,
-        hidden_size=24,
-        intermediate_size=40,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=8,
-        window=16,
-        dtype="float32",
-    )
-    fresh = initial_values(3, canonical_tensors(config).values())
-    return str(save_folder(root / "base", config, fresh, extras_from=tokenizer))
+    sizes = {"num_layers": 2, "num_heads": 4, "num_kv_heads": 2}
+    return str(write_base(tmp_path_factory.mktemp("model"), **sizes))
 
 
 def crashes(folder, flags, every, at, mesh, specs, resume):

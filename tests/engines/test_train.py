@@ -6,20 +6,17 @@ import pytest
 import torch
 
 from phalanx.data.prepare import DataSettings, prepare
-from phalanx.data.tokenise import train_tokenizer
 from phalanx.engines.run_folder import read_run, write_job
 from phalanx.errors import JobError, PlanError, WorldError
 from phalanx.job import load_job
-from phalanx.models.hf import load_decoder, save_folder
+from phalanx.models.hf import load_decoder
 from phalanx.models.lora import inject
-from phalanx.models.parameters import initial_values, load_parameters
+from phalanx.models.parameters import load_parameters
 from phalanx.models.peft_folder import load_adapter
 from phalanx.models.spec import (
     LoraSpec,
-    canonical_tensors,
     lora_tensors,
     read_config,
-    small_config,
 )
 from phalanx.ops.loss import counted_cross_entropy
 from phalanx.plan import Plan
@@ -30,9 +27,9 @@ from tests.engines.train_cases import (
     SMALL,
     run_train,
     train_in,
-    write_pairs,
 )
 from tests.ranks import run_ranks
+from tests.tiny_run import write_base, write_pairs
 
 
 @pytest.fixture(scope="module")
@@ -101,21 +98,7 @@ def test_run_folder_holds_what_the_result_says(tmp_path, source):
 
 @pytest.fixture(scope="module")
 def base_folder(tmp_path_factory):
-    root = tmp_path_factory.mktemp("model")
-    tokenizer = train_tokenizer(["alpha beta gamma number 1 2 3"] * 3, 280, root / "tokenizer")
-    config = small_config(
-        vocab_size=290,
-        hidden_size=24,
-        intermediate_size=40,
-        num_layers=3,
-        num_heads=3,
-        num_kv_heads=1,
-        head_dim=8,
-        window=16,
-        dtype="float32",
-    )
-    values = initial_values(3, canonical_tensors(config).values())
-    return save_folder(root / "base", config, values, extras_from=tokenizer)
+    return write_base(tmp_path_factory.mktemp("model"))
 
 
 LORA = {

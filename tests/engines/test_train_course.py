@@ -19,9 +19,9 @@ from tests.engines.train_cases import (
     run_train,
     train_in,
     values,
-    write_pairs,
 )
 from tests.ranks import run_ranks
+from tests.tiny_run import write_pairs
 
 
 @pytest.fixture(scope="module")

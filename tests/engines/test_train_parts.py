@@ -10,30 +10,18 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from phalanx.data.tokenise import train_tokenizer
 from phalanx.engines.callbacks import Callback
 from phalanx.engines.guard import LEAST_NORMS
 from phalanx.engines.schedule import SCHEDULES, learning_rate
-from phalanx.models.hf import save_folder
-from phalanx.models.parameters import initial_values
-from phalanx.models.spec import LoraSpec, canonical_tensors, lora_tensors, small_config
+from phalanx.models.spec import LoraSpec, canonical_tensors, lora_tensors
 from phalanx.trace import Trace
 from tests.engines.tensor_cases import MEGATRON, SEQUENCE
-from tests.engines.train_cases import FSDP, REPLICATE, SMALL, run_train, values, write_pairs
+from tests.engines.train_cases import FSDP, REPLICATE, SMALL, run_train, values
 from tests.ranks import RankFailed
+from tests.tiny_run import tiny_base, write_base, write_pairs
 
 TWO = {"shard": 2}
-CONFIG = small_config(
-    vocab_size=290,
-    hidden_size=24,
-    intermediate_size=40,
-    num_layers=3,
-    num_heads=3,
-    num_kv_heads=1,
-    head_dim=8,
-    window=16,
-    dtype="float32",
-)
+CONFIG = tiny_base()
 
 
 @pytest.fixture(scope="module")
@@ -43,10 +31,7 @@ def source(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
-    root = tmp_path_factory.mktemp("model")
-    tokenizer = train_tokenizer(["alpha beta gamma number 1 2 3"] * 3, 280, root / "tokenizer")
-    tensors = initial_values(3, canonical_tensors(CONFIG).values())
-    return str(save_folder(root / "base", CONFIG, tensors, extras_from=tokenizer))
+    return str(write_base(tmp_path_factory.mktemp("model")))
 
 
 def numbers(metrics):

@@ -6,12 +6,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from phalanx.data.tokenise import train_tokenizer
-from phalanx.models.hf import save_folder
-from phalanx.models.parameters import initial_values
-from phalanx.models.spec import canonical_tensors, small_config
 from tests.engines.tensor_cases import MEGATRON, REPLICATE, SEQUENCE
-from tests.engines.train_cases import FSDP, run_train, write_pairs
+from tests.engines.train_cases import FSDP, run_train
+from tests.tiny_run import write_base, write_pairs
 
 TOKENS_SPLIT = {"shard": 2, "tp": 2}, (FSDP, SEQUENCE)
 HYBRID = {"replicate": 2, "shard": 1, "tp": 2}, (FSDP, REPLICATE, MEGATRON)
@@ -28,14 +25,8 @@ def source(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def base_folder(tmp_path_factory):
-    root = tmp_path_factory.mktemp("model")
-    tokenizer = train_tokenizer(["alpha beta gamma number 1 2 3"] * 3, 280, root / "tokenizer")
-    config = small_config(
-        vocab_size=291, hidden_size=24, intermediate_size=40, num_layers=3, num_heads=4,
-        num_kv_heads=1, head_dim=8, window=16, dtype="float32",
-    )  # fmt: skip
-    values = initial_values(3, canonical_tensors(config).values())
-    return str(save_folder(root / "base", config, values, extras_from=tokenizer))
+    folder = tmp_path_factory.mktemp("model")
+    return str(write_base(folder, vocab_size=291, num_heads=4))
 
 
 def numbers(metrics):

@@ -37,17 +37,6 @@ SMALL = {
 }
 
 
-def write_pairs(path: Path, count: int = 90) -> Path:
-    """Question and answer pairs of a few words, as JSON lines."""
-    words = "alpha beta gamma delta epsilon zeta eta theta".split()
-    with path.open("w") as file:
-        for index in range(count):
-            answer = " ".join(words[(index * step) % 8] for step in range(1, 3 + index % 5))
-            pair = {"prompt": f"number {index}?", "completion": f"{answer} {index}"}
-            file.write(json.dumps(pair) + "\n")
-    return path
-
-
 def train_in(
     rank: int,
     world_size: int,
