@@ -214,6 +214,8 @@ def _plain(value: Any) -> Any:
 def _typed(section: str, each: Field, given: _Given) -> Any:
     dotted = f"{section}.{each.name}"
     value = given.value if each.type == "str" else given.plain()
+    if each.metadata["kind"] == tuple[str, ...] and isinstance(value, str):
+        value = [word.strip() for word in value.split(",") if word.strip()]  # a,b,c as a flag
     if each.metadata["unit"]:
         value = parse_quantity(value, each.metadata["unit"], dotted)
     return read_field(SECTIONS[section], each, value, dotted)

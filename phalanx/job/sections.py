@@ -181,10 +181,16 @@ class PlanSection:
     check_weights_every: int = key(50, "steps between comparisons of replicas (0: never)", low=0)
     hang_s: float = key(25.0, "silence after which a rank counts as hung", unit="s", low=1.0)
     log_to: tuple = key(
-        (), "metrics also to 'tensorboard', 'wandb' or 'trackio'", kind=tuple[str, ...]
+        (),
+        "metrics also to these",
+        kind=tuple[str, ...],
+        choices=("tensorboard", "wandb", "trackio"),
     )
     exports: tuple = key(
-        ("huggingface",), "formats of the result: 'huggingface', 'gguf'", kind=tuple[str, ...]
+        ("huggingface",),
+        "formats of the result",
+        kind=tuple[str, ...],
+        choices=("huggingface", "gguf"),
     )
     costs: Mapping[str, float] = key(
         {}, "seconds per op, instead of the machine's rates (toys)", low=0.0

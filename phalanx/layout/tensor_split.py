@@ -124,7 +124,7 @@ def _equal_parts(config: DecoderSizes) -> list[tuple[str, int]]:
 def _legal_near(config: DecoderSizes, degree: int) -> tuple[int, ...]:
     sizes = [size for _, size in _equal_parts(config)]
     legal = [n for n in divisors(gcd(*sizes)) if _feeds_all(config.vocab_size, n)]
-    return tuple(nearest_numbers(degree, legal))
+    return tuple(int(each) for each in nearest_numbers(degree, legal))
 
 
 def _feeds_all(vocab_size: int, degree: int) -> bool:

@@ -118,15 +118,21 @@ names = words.filter(lambda word: word not in ("true", "false", "inf", "nan"))  
 def legal(each: Field) -> st.SearchStrategy[Any]:
     """Values that a key takes, from what it says of itself."""
     kind, low, high = str(each.type), each.metadata["low"], each.metadata["high"]
+    if kind == "tuple":
+        choices = each.metadata["choices"]
+        of_words = st.sampled_from(choices) if choices else words
+        of_numbers = st.integers(int(low or 0), 99)
+        member = of_numbers if each.metadata["kind"] == tuple[int, ...] else of_words
+        return st.lists(member, max_size=3).map(tuple)
     if each.metadata["choices"]:
         return st.sampled_from(each.metadata["choices"])
+    if kind == "bool":
+        return st.booleans()
     if kind == "int":
         low = int(low or 0)
         return st.integers(low, low + 1000 if high is None else int(high))
     if kind == "float":
         return st.floats(low, high, allow_nan=False, allow_infinity=False)
-    if kind == "tuple":
-        return st.lists(st.integers(0, 99), max_size=3).map(tuple)
     if kind.startswith("Mapping"):
         return st.dictionaries(words, st.integers(1, 9), max_size=3)
     options = st.fixed_dictionaries({"name": names}, optional={"prefetch": st.integers(0, 4)})

@@ -46,6 +46,15 @@ def test_file_values_flags_and_defaults_resolve_in_this_order(job_file):
     assert job.data.max_tokens == 0
 
 
+def test_a_list_of_words_is_a_flag_with_commas(job_file):
+    job = load_job(job_file, parse_flags(["--plan.log_to", "wandb, trackio"]))
+    assert job.plan.log_to == ("wandb", "trackio")
+    assert load_job(job_file, parse_flags(["--plan.log_to="])).plan.log_to == ()
+    same = load_job(job_file, parse_flags(["--train.lora_targets", '["q_proj", "*.mlp.*"]']))
+    assert same.train.lora_targets == ("q_proj", "*.mlp.*")
+    assert "nearest legal values: wandb" in str(refused(job_file, "--plan.log_to", "wanb"))
+
+
 def test_every_value_tells_its_origin(job_file):
     job = load_job(job_file, parse_flags(["--train.lr", "1e-4"]))
     origins = {dotted: where for dotted, _, where in job.values()}
