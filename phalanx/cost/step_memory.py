@@ -15,7 +15,7 @@ from phalanx.models.operators import Operator, operators
 from phalanx.models.spec import TensorSpec, canonical_tensors, lora_tensors
 from phalanx.policy import Rule, Spec
 
-LOGIT_CHUNK_BYTES = 1 << 26  # ops.loss holds at most so many bytes of logits
+LOGIT_CHUNK_BYTES = 1 << 27  # ops.loss holds at most so many bytes of logits
 # products whose input a norm or a gate has made of what is kept anyway (`engines.recompute`)
 _MADE_BY_NORM = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 _MADE_BY_GATE = ("down_proj", "per_layer_projection")

@@ -20,7 +20,7 @@ from phalanx.ops.vocabulary import VocabularyPart
 
 # A tile's float32 logits should stay in a core's L2 cache; a chunk's logits bound the memory.
 _TILE_ELEMENTS = 1 << 18
-_CHUNK_BYTES = 1 << 26
+_CHUNK_BYTES = 1 << 27
 
 
 def counted_cross_entropy(
@@ -102,9 +102,12 @@ class _Split(NamedTuple):
     def chunks(
         self, rows_ND: Tensor, head_VD: Tensor, targets_N: Tensor
     ) -> list[tuple[Tensor, Tensor]]:
-        """Rows and targets, as many chunks on every rank, whose parts may differ by a token."""
+        """Rows and targets in chunks of equal sizes, as products of few rows are slow; as many on
+        every rank, whose parts may differ by a token."""
         longest = head_VD.shape[0] if self.part is None else self.part.sizes[0]
-        size = max(1, self.chunk_bytes // (longest * rows_ND.element_size()))
+        most = max(1, self.chunk_bytes // (longest * rows_ND.element_size()))
+        num_chunks = max(1, -(-rows_ND.shape[0] // most))
+        size = max(1, -(-rows_ND.shape[0] // num_chunks))
         return list(zip(rows_ND.split(size), targets_N.split(size)))
 
 
