@@ -9,7 +9,7 @@ from torch.profiler import ProfilerActivity, profile
 
 _PARTS = {
     "products": ("_FrozenPlusLowRank",),
-    "attention": ("_BlockedAttention",),
+    "attention": ("_CompiledAttention", "_BlockedAttention"),
     "loss": ("_CrossEntropySum",),
     "norms": ("_RmsNorm",),
     "gate": ("_GatedProduct",),
