@@ -67,7 +67,7 @@ class Progress:
         ]
         text = "  ".join(parts)
         if self._live:
-            width = shutil.get_terminal_size((80, 24)).columns - 1
+            width = shutil.get_terminal_size(fallback=(80, 24)).columns - 1
             print(f"\r{text[:width]:<{width}}", end="", file=sys.stderr, flush=True)
             self._drawn = True
         elif step in (1, num_steps) or monotonic() - self._said_s > _PLAIN_EVERY_S:
