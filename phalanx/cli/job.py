@@ -33,7 +33,9 @@ FLAGS = {"ignore_unknown_options": True, "allow_extra_args": True}
 
 def register(app: typer.Typer) -> None:
     """Add the verb."""
-    group = typer.Typer(help="Job files, and every key of a job with its meaning.", rich_markup_mode=None)
+    group = typer.Typer(
+        help="Job files, and every key of a job with its meaning.", rich_markup_mode=None
+    )
     group.command("show", context_settings=FLAGS)(show)
     group.command("keys")(keys)
     app.add_typer(group, name="job")

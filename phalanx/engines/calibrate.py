@@ -27,19 +27,22 @@ from phalanx.job import Job
 from phalanx.models.adapter_folder import lora_of
 from phalanx.models.config import DecoderConfig, to_huggingface
 from phalanx.plan import locked_versions
-from phalanx.planner.here import row_plan, tensor_bytes, training_shape
+from phalanx.planner.here import device_here, row_plan, tensor_bytes, training_shape
 
 FORMAT_VERSION = 2
 _WORKER = "phalanx.engines.operator_bench"
 
 
-def calibrate(config: DecoderConfig, work: Workload, *, num_processes: int) -> dict[str, Any]:
+def calibrate(
+    config: DecoderConfig, work: Workload, *, num_processes: int, device: str = "cpu"
+) -> dict[str, Any]:
     """Rates of this machine for a training step, from the cache if they were measured before.
 
     Args:
         config: shapes and dtype of the model.
         work: method, rows and documents of the planned step.
         num_processes: processes that will train here.
+        device: "cpu" or "cuda".
 
     Returns:
         A table that JSON can hold: "rates", rate key -> {"value", "unit", "cpu_value"}; "made_of",
@@ -56,6 +59,7 @@ def calibrate(config: DecoderConfig, work: Workload, *, num_processes: int) -> d
         "config": to_huggingface(config),
         "work": {name: value for name, value in asdict(work).items() if name != "num_steps"},
         "num_processes": num_processes,
+        "device": device,
     }
     path = cache_folder("calibration") / f"{content_key(made_of)}.json"
 
@@ -88,7 +92,7 @@ def workload(job: Job, config: DecoderConfig, data: Prepared, num_ranks: int) ->
         JobError, PlanError: for a mesh or a row length that cannot be.
     """
     train, shape = job.train, training_shape(job, config, num_ranks)
-    rows = row_plan(job, data.longest, shape, "cpu")
+    rows = row_plan(job, data.longest, shape, device_here())
     stream = SampleStream(data.train, train.seed)
     steps = train.steps
     if train.epochs:
@@ -132,7 +136,8 @@ def main(arguments: list[str]) -> int:
     source = model_source(job, log=lambda text: print(text, file=sys.stderr))
     data = prepare(data_settings(job, source.config), source.tokenizer_folder)
     work = workload(job, source.config, data, num_processes)
-    print(json.dumps(calibrate(source.config, work, num_processes=num_processes)))
+    rates = calibrate(source.config, work, num_processes=num_processes, device=device_here())
+    print(json.dumps(rates))
     return 0
 
 

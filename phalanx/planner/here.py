@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import cache
 from math import lcm, prod
 from typing import Any
 
 from phalanx.cost.local_shapes import local_config
 from phalanx.cost.step_memory import memory_terms, units_of
 from phalanx.cost.training import Prediction, Workload, predict, row_multiple, row_tokens_for
-from phalanx.doctor.machine import num_cores, processor_name
+from phalanx.doctor.machine import gpus, memory_bytes, num_cores, processor_name
 from phalanx.errors import JobError, PlanError
 from phalanx.job import Job
 from phalanx.layout.tensor_split import tensor_legality
@@ -24,18 +27,37 @@ from phalanx.registry import build
 from phalanx.report import Report
 
 _DATA_AXES = ("replicate", "shard")
+_MEBIBYTES = re.compile(r"(\d+) MiB")
 _TRAINED_FAMILIES = ("data", "tensor")
 
 
+@cache
+def gpus_here() -> tuple[str, ...]:
+    """Names of the NVIDIA GPUs that processes of this one may use (CUDA_VISIBLE_DEVICES)."""
+    found = [line for line in gpus() if "AMD" not in line]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return tuple(found)
+    chosen = [each for each in visible.split(",") if each.strip() not in ("", "-1", "NoDevFiles")]
+    return tuple(found[: len(chosen)])
+
+
+def device_here() -> str:
+    """What training runs on: "cuda" where there is a GPU, else "cpu"."""
+    return "cuda" if gpus_here() else "cpu"
+
+
 def num_ranks_here(job: Job) -> int:
-    """Processes of the training role: as the job's mesh or devices say, else one per core."""
+    """Processes of the training role: as the job's mesh or devices say, else one per GPU, or per
+    core where there is none."""
     mesh = Mesh(dict(job.plan.mesh))
-    return job.plan.devices or (mesh.size if job.plan.mesh else num_cores())
+    return job.plan.devices or (mesh.size if job.plan.mesh else len(gpus_here()) or num_cores())
 
 
 def hardware_here(num_ranks: int) -> dict[str, Any]:
     """What a plan remembers of this machine."""
-    return {"machine": processor_name(), "num_devices": num_ranks, "cores": num_cores()}
+    machine = gpus_here()[0] if gpus_here() else processor_name()
+    return {"machine": machine, "num_devices": num_ranks, "cores": num_cores()}
 
 
 @dataclass(frozen=True)
@@ -75,6 +97,36 @@ class TrainingShape:
         return any(each.collective == "reduce_scatter" for each in exchanges)
 
 
+def with_layout(job: Job, config: DecoderConfig, num_ranks: int) -> Job:
+    """The job with a mesh and a data policy, where it names neither and no tensor policy.
+
+    Adapters on a frozen base: whole copies, if a copy takes at most half of a rank's memory (then
+    only adapters travel). Otherwise FSDP, which keeps gathered weights through a step if they take
+    at most a quarter.
+    """
+    if {"plan.mesh", "plan.data", "plan.tensor"} & _named(job):
+        return job
+    whole, room = weight_bytes(config), memory_of_rank(num_ranks)
+    if job.train.method == "lora" and whole <= room / 2:
+        plan = replace(job.plan, mesh={"replicate": num_ranks}, data="replicate")
+    else:
+        fsdp = {"name": "fsdp", "reshard_after_forward": whole > room / 4}
+        plan = replace(job.plan, mesh={"shard": num_ranks}, data=fsdp)
+    origin = dict(job.origin) | dict.fromkeys(("plan.mesh", "plan.data"), "chosen here")
+    return replace(job, plan=plan, origin=origin)
+
+
+def _named(job: Job) -> set[str]:
+    """Keys of [plan] that the user gave, without what stands inside of them."""
+    return {".".join(key.split(".")[:2]) for key in job.origin}
+
+
+def memory_of_rank(num_ranks: int) -> float:
+    """Bytes of a GPU, or of this machine over its ranks."""
+    sizes = [float(found[1]) for gpu in gpus_here() if (found := _MEBIBYTES.search(gpu))]
+    return min(sizes) * 2**20 if sizes else memory_bytes()[0] / num_ranks
+
+
 def training_shape(job: Job, config: DecoderConfig, num_ranks: int) -> TrainingShape:
     """How the training role lies on `num_ranks` processes.
 
@@ -83,6 +135,7 @@ def training_shape(job: Job, config: DecoderConfig, num_ranks: int) -> TrainingS
         PlanError: `plan/illegal` for an axis that training cannot use or no policy uses, or a
             tensor degree that the model cannot be cut by.
     """
+    job = with_layout(job, config, num_ranks)
     mesh = mesh_of(job, num_ranks)
     _, tables = policy_tables(job, mesh)
     tables = [table for table in tables if table["family"] in _TRAINED_FAMILIES]
@@ -187,7 +240,7 @@ def plan_here(
         batch={"row_tokens": work.row_limit, "row_multiple": work.row_multiple},
         dtypes={"compute": job.model.dtype, "master": master, "reduce": "float32"},
         recompute=job.plan.recompute,
-        device="cpu",
+        device=device_here(),
     )
     react = job.plan.serve
     serve = RoleProgram(

@@ -34,7 +34,13 @@ from phalanx.models.folders import require_free
 from phalanx.models.source import ModelSource, data_settings, model_source
 from phalanx.models.spec import weight_bytes
 from phalanx.plan import Plan
-from phalanx.planner.here import hardware_here, num_ranks_here, plan_here, training_shape
+from phalanx.planner.here import (
+    device_here,
+    hardware_here,
+    num_ranks_here,
+    plan_here,
+    training_shape,
+)
 from phalanx.report import Report
 
 _BUSY_FRAC = 0.8
@@ -201,7 +207,7 @@ def _planned(asked: Asked, source: ModelSource, data: Prepared, say: Callable[[s
     work = workload(asked.job, source.config, data, asked.num_ranks)
     num_measuring = asked.num_local_ranks or asked.num_ranks
     say(f"calibrating: {num_measuring} processes measure this machine (once per job)")
-    rates = calibrate(source.config, work, num_processes=num_measuring)
+    rates = calibrate(source.config, work, num_processes=num_measuring, device=device_here())
     if rates["cores_frac"] < _BUSY_FRAC:
         share = f"{rates['cores_frac']:.0%}"
         say(f"note: other programs compete; this job got {share} of its cores")
