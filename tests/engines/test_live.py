@@ -33,7 +33,9 @@ def test_without_a_terminal_a_line_comes_now_and_then(monkeypatch):
 
 
 def test_on_a_terminal_one_line_is_redrawn_and_never_wraps(capsys, monkeypatch):
-    monkeypatch.setattr(live.shutil, "get_terminal_size", lambda fallback: os.terminal_size((40, 24)))
+    monkeypatch.setattr(
+        live.shutil, "get_terminal_size", lambda fallback: os.terminal_size((40, 24))
+    )
     said: list[str] = []
     with Progress(said.append, live=True) as progress:
         progress.hear(step(1))

@@ -6,8 +6,9 @@ import pytest
 
 from phalanx.errors import JobError, PlanError
 from phalanx.job import load_job
-from phalanx.models.spec import small_config
-from phalanx.planner.here import row_plan, training_shape
+from phalanx.models.spec import small_config, weight_bytes
+from phalanx.planner import here
+from phalanx.planner.here import row_plan, training_shape, with_layout
 
 CONFIG = small_config(
     vocab_size=100, hidden_size=16, intermediate_size=24, num_layers=2, num_heads=4,
@@ -60,3 +61,49 @@ def test_rows_shorter_than_a_document_are_refused():
 def test_one_rank_gathers_nothing_unless_weights_are_cast():
     _, alone = shape({"shard": 1}, devices=1)
     assert not alone.tables  # 'tiny' is bfloat16 with float32 masters: adapters only need no cast
+
+
+def choice(monkeypatch, room_bytes, **flags):
+    """Mesh and data policy of a job that names neither."""
+    monkeypatch.setattr(here, "memory_of_rank", lambda num_ranks: room_bytes)
+    job = load_job(None, {"model.name": "m"} | {k.replace("__", "."): v for k, v in flags.items()})
+    plan = with_layout(job, CONFIG, 4).plan
+    return dict(plan.mesh), plan.data
+
+
+def test_a_layout_that_nobody_named_is_chosen_by_memory(monkeypatch):
+    whole = weight_bytes(CONFIG)
+    kept, given_back = (
+        {"name": "fsdp", "reshard_after_forward": gives_back} for gives_back in (False, True)
+    )
+    assert choice(monkeypatch, 2 * whole) == ({"replicate": 4}, "replicate")
+    assert choice(monkeypatch, 2 * whole - 1) == ({"shard": 4}, given_back)
+    full = {"train__method": "full"}
+    assert choice(monkeypatch, 4 * whole, **full) == ({"shard": 4}, kept)
+    assert choice(monkeypatch, 4 * whole - 1, **full) == ({"shard": 4}, given_back)
+
+
+def test_a_layout_that_somebody_named_stays(monkeypatch):
+    for named in ({"plan.data.prefetch": 0}, {"plan.mesh.shard": 4}, {"plan.tensor": "megatron"}):
+        job = load_job(None, {"model.name": "m"} | named)
+        assert with_layout(job, CONFIG, 4) is job
+
+
+def test_gpus_are_used_where_there_are_some(monkeypatch):
+    found = [f"NVIDIA H200, {size} MiB, driver 570" for size in (143_771, 143_000)]
+    monkeypatch.setattr(here, "gpus", lambda: found)
+    job = load_job(None, {"model.name": "m"})
+    for visible, count in ((None, 2), ("1", 1), ("", 0), ("-1", 0)):
+        here.gpus_here.cache_clear()
+        if visible is None:
+            monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        else:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert here.device_here() == ("cuda" if count else "cpu")
+        assert here.num_ranks_here(job) == (count or here.num_cores())
+        assert ("H200" in here.hardware_here(1)["machine"]) == bool(count)
+    here.gpus_here.cache_clear()
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert here.memory_of_rank(2) == 143_000 * 2**20
+    monkeypatch.undo()
+    here.gpus_here.cache_clear()
