@@ -24,7 +24,7 @@ from tests.engines.tensor_cases import (
     train_cases,
     train_plain,
 )
-from tests.ranks import run_ranks
+from tests.ranks import close_pool, run_ranks
 
 CONFIG = small_config(
     vocab_size=31, hidden_size=18, intermediate_size=20, num_layers=3, num_heads=4, num_kv_heads=2,
@@ -98,7 +98,13 @@ def size_of(case: Case) -> int:
 
 @pytest.fixture(scope="module")
 def outcomes() -> dict[Any, list[Outcome]]:
-    """By case, of every rank; one launch per world size."""
+    """By case, of every rank; one launch per world size.
+
+    In processes of its own: after other tests, workers that were used on other meshes gathered
+    unevenly cut vocabularies wrongly. What torch keeps there was not found; a training process has
+    one mesh in its life.
+    """
+    close_pool()
     found: dict[Any, list[Outcome]] = {}
     cases = CASES | SPLITS | {"mixed": MIXED}
     for size in {size_of(case) for case in cases.values()}:
