@@ -21,7 +21,8 @@ from phalanx.errors import WorldError
 
 MODULE, HANG_S = "tests.engines.watched_rank", 2.0
 # the newest sign of a rank that was killed may be a step old on a busy machine
-LAST = re.compile(r"last collective: all_reduce default_pg#[12], 4000 bytes, (done|not seen to end)")
+_ENDS = "(done|not seen to end)"
+LAST = re.compile(rf"last collective: all_reduce default_pg#[12], 4000 bytes, {_ENDS}")
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 
