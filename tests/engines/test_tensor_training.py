@@ -46,7 +46,7 @@ MESHES = {"fsdp 2": {"shard": 2, "tp": 1}, "tp 2": {"shard": 1, "tp": 2}}
 
 # ---- accumulation and mixed dtypes, in float32 and bfloat16
 SINGLE = replace(CONFIG, dtype="float32")
-DOCUMENTS = ((5, 3, 9, 4), (6, 2, 7, 8))
+DOCUMENTS = ((5, 3, 9, 4, 6, 2, 7, 8), (6, 2, 7, 8, 5, 3, 9, 4))
 SPLITS = {
     (mesh, by_document): Case(
         config=SINGLE, mesh=MESHES[mesh], rows=DOCUMENTS, by_document=by_document, steps=3, lr=1e-3
@@ -145,7 +145,7 @@ def test_steps_equal_one_process(name, outcomes):
 @pytest.mark.dist
 @pytest.mark.parametrize("mesh", MESHES)
 def test_accumulation_does_not_depend_on_the_split(mesh, outcomes):
-    """Four documents of each row in one micro-batch, or each in its own: float32."""
+    """Eight documents of each row in one micro-batch, or each in its own: float32."""
     whole, split = (outcomes[mesh, by_document][0] for by_document in (False, True))
     torch.testing.assert_close(split.losses, whole.losses, rtol=1e-6, atol=0.0)
     torch.testing.assert_close(split.norms, whole.norms, rtol=1e-5, atol=0.0)
