@@ -12,7 +12,7 @@ $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade pip
 	$(BIN)/python -m pip install --disable-pip-version-check --progress-bar off --quiet \
-		--constraint constraints.txt --editable '.[torch,serve,report,hf,demo,dev]'
+		--constraint constraints.txt --editable '.[torch,serve,report,hf,demo,data,sinks,peers,dev]'
 	touch $(READY)
 
 # Plan, tune, export, serve and report a real Gemma 3 270M on two local processes.

@@ -35,7 +35,7 @@ ALONE = ("transformers_peft", GATED, "transformers_counted_bf16", "trl_default",
 PAIRS = (("transformers_fsdp", "phalanx_fsdp"), ("tensor_script", "phalanx_tensor"))
 COUNTED = (0.15, 1.0)
 SPEED_GATES = {0.15: 1.5, 1.0: 1.3}
-MEMORY_GATE, LIMIT_GATE = 0.6, 0.7
+MEMORY_GATE, LIMIT_GATE, LIMIT_TOKENS = 0.6, 0.7, 4096
 
 
 def main() -> int:
@@ -105,7 +105,7 @@ def chat_case(tokens: int, counted_frac: float, num_steps: int) -> Case:
         batch = step_batch(
             stream,
             start,
-            global_batch_tokens=tokens,
+            global_batch_tokens=tokens + ROW_TOKENS,  # one row may be left out below
             row_tokens=ROW_TOKENS,
             num_ranks=1,
             rank=0,
@@ -237,14 +237,10 @@ def lines_of_limit(
     )
     rate = parts["flops"] / parts["limit_s"] / 1e9
     note = f"limit {parts['limit_s']:.2f} s ({rate:.0f} GFLOP/s); our step: {spent}"
-    gate = {"target": LIMIT_GATE, "bound": "above"} if sum_tokens(path) >= 4096 * 0.9 else {}
+    # small steps are all overhead, so only large ones are held to the limit
+    gate = {"target": LIMIT_GATE, "bound": "above"} if options.tokens >= LIMIT_TOKENS else {}
     name = f"share of the limit, {counted:.0%} counted"
     report.add(name, median(shares), "1", "measured", note=note, **gate)
-
-
-def sum_tokens(path: Path) -> int:
-    """Tokens of the first step of a case."""
-    return Case.load(path).tokens_of_step[0]
 
 
 def _gates_as_text(report: Report) -> list[str]:

@@ -1,7 +1,5 @@
 """What this machine needs for the operators of a model, measured in a few seconds and kept.
 
-    python -m phalanx.engines.calibrate RUN_FOLDER NUM_PROCESSES      prints the table as JSON
-
 No torch here: processes of `operator_bench` measure, as many as will train.
 """
 
@@ -9,7 +7,6 @@ from __future__ import annotations
 
 import json
 import platform
-import sys
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
@@ -124,22 +121,3 @@ def workload(job: Job, config: DecoderConfig, data: Prepared, num_ranks: int) ->
 
 def _rounded(tokens: int, multiple: int) -> int:
     return -(-tokens // multiple) * multiple
-
-
-def main(arguments: list[str]) -> int:
-    """Measure for the job of a run folder and print the table as one line of JSON."""
-    from phalanx.data.prepare import prepare
-    from phalanx.engines.run_folder import read_job
-    from phalanx.models.source import data_settings, model_source
-
-    job, num_processes = read_job(arguments[0]), int(arguments[1])
-    source = model_source(job, log=lambda text: print(text, file=sys.stderr))
-    data = prepare(data_settings(job, source.config), source.tokenizer_folder)
-    work = workload(job, source.config, data, num_processes)
-    rates = calibrate(source.config, work, num_processes=num_processes, device=device_here())
-    print(json.dumps(rates))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

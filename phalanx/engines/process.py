@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,7 +24,6 @@ from phalanx.engines.watch import Watch
 from phalanx.mesh import Mesh
 from phalanx.worlds.logged_group import device_mesh, init_logged
 
-T = TypeVar("T")
 # Kernels that oneDNN keeps, read when the first is made. With documents of all lengths its default
 # of 1,024 grows to 0.6 GB a process; 128 hold those that come back and cost no measurable time.
 _KERNEL_CACHE = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128"}
@@ -56,15 +54,6 @@ class Process:
     def barrier(self) -> None:
         """Wait for all ranks."""
         dist.barrier()
-
-    def leader_first(self, make: Callable[[], T]) -> T:
-        """`make()` on rank 0, then on the others, which find what rank 0 has put into a cache."""
-        if not self.leads:
-            self.barrier()
-        value = make()
-        if self.leads:
-            self.barrier()
-        return value
 
     def sum(self, value: float) -> float:
         """`value` added over all ranks; waits, so not for the step path."""

@@ -44,9 +44,9 @@ def atomic_folder(target: str | Path, *, overwrite: bool = False) -> Iterator[Pa
         for path in [*scratch.rglob("*"), scratch]:
             # scratch folders and safetensors files are private to their owner until here
             path.chmod((0o777 if path.is_dir() else 0o666) & ~_umask())
-            _sync(path)
+            sync(path)
         _put(scratch, target, overwrite)
-        _sync(target.parent)
+        sync(target.parent)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 
@@ -79,7 +79,8 @@ def _umask() -> int:
     return mask
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Put a file, or the entries of a folder, on the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -25,7 +25,7 @@ TOKENS = 150
 STARTS = (0, 37, 38)
 LORA = LoraSpec(rank=2, alpha=6)
 DROPPED = LoraSpec(rank=2, alpha=6, dropout=0.3)
-UPPER = LoraSpec(rank=2, alpha=2, targets=("model.layers.2.mlp.down_proj",))
+UPPER = LoraSpec(rank=2, alpha=2, targets=("model.layers.1.mlp.down_proj",))
 every_config = pytest.mark.parametrize("name", list(CONFIGS))
 recomputing = pytest.mark.parametrize("mode", ["selective", "full"])
 
@@ -64,8 +64,6 @@ def gradients(decoder: Decoder) -> dict[str, torch.Tensor]:
 @recomputing
 @pytest.mark.parametrize("lora", [None, LORA, DROPPED, UPPER])
 def test_gradients_are_the_same_bit_by_bit(name, mode, lora):
-    if lora is UPPER and CONFIGS[name].num_layers < 3:
-        pytest.skip("no such layer")
     expected = gradients(prepared(CONFIGS[name], lora, "none"))
     found = gradients(prepared(CONFIGS[name], lora, mode))
     assert found.keys() == expected.keys() and expected

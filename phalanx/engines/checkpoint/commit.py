@@ -9,6 +9,7 @@ from pathlib import Path
 from phalanx.engines.checkpoint.agree import Council
 from phalanx.engines.checkpoint.manifest import FILE, checkpoints_in, step_folder
 from phalanx.errors import JobError
+from phalanx.models.folders import sync
 
 _SCRATCH, _REPLACED = ".partial", ".replaced"
 
@@ -54,15 +55,6 @@ def recover(folder: Path) -> None:
             os.rename(retired, target)
     for scratch in folder.glob(f".*{_SCRATCH}"):
         shutil.rmtree(scratch)
-
-
-def sync(folder: Path) -> None:
-    """Put the entries of a folder on the disk."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def require_space(folder: Path, needed_bytes: int, council: Council) -> None:
