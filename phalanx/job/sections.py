@@ -131,6 +131,10 @@ class ServeSection:
     port: int = key(8000, "port to listen on (0: one that is free)", low=0, high=65535)
     max_running: int = key(16, "requests in one batch", low=1)
     max_tokens: int = key(2048, "longest prompt plus output", low=8)
+    max_step_tokens: int = key(512, "tokens computed in one step, at least max_running", low=1)
+    max_queued: int = key(256, "requests that may wait before others are refused (429)", low=0)
+    kv_tokens: int = key(0, "tokens in the KV cache (0: what requests need and memory has)", low=0)
+    parity_prompts: int = key(20, "held-out prompts on which `run` compares all forms", low=1)
     load_requests: int = key(8, "requests of the load test of `phalanx run`", low=0)
     load_output_tokens: int = key(32, "tokens that each of them asks for", low=1)
 

@@ -128,7 +128,7 @@ def test_prompt_scores_are_those_of_one_forward_pass_whatever_the_chunks():
     with torch.inference_mode():
         logp = decoder.logits(decoder(torch.tensor(prompt))).log_softmax(-1)[:-1]
     want = logp.gather(1, torch.tensor(prompt[1:])[:, None]).flatten()
-    sampling = Sampling(max_new=1, num_logprobs=2, score_prompt=True)
+    sampling = Sampling(max_new=1, num_logprobs=2, prompt_logprobs=2)
     for chunk in (1, 16, 0):
         inbox = run(make_engine(), {0: [request(0, prompt, sampling)]}, Continuous(chunk=chunk))
         scores = inbox.outputs[0][0].prompt_scores

@@ -29,7 +29,7 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(folder) -> Iterator[ServerHandle]:
-    with start_server(folder, max_queued=2, allow_updates=True, **OPTIONS) as handle:
+    with start_server(folder, max_queued=2, admin=True, **OPTIONS) as handle:
         yield handle
 
 

@@ -126,7 +126,7 @@ def test_every_parameter_arrives():
         ignore_eos=True,
         stop_tokens=(4,),
         num_logprobs=2,
-        score_prompt=True,
+        prompt_logprobs=2,
     )
     assert (asked.num_each, asked.stops, asked.include_usage) == (2, ("x",), True)
     assert [asked.sampling_of(choice).seed for choice in range(4)] == [7, 8, 7, 8]

@@ -38,7 +38,7 @@ def create_app(client: EngineClient, tokeniser: Tokeniser) -> FastAPI:
     app.add_api_route("/v1/models", front.models, methods=["GET"])
     app.add_api_route("/health", front.health, methods=["GET"])
     app.add_api_route("/metrics", front.metrics, methods=["GET"])
-    if client.settings.allow_updates:
+    if client.settings.admin:
         app.add_api_route("/update_weights", front.update_weights, methods=["POST"])
     return app
 

@@ -188,7 +188,7 @@ class ServeEngine:
         for i, (each, token) in enumerate(zip(ready, tokens)):
             each.tokens.append(token)
             reason = self._reason(each, token)
-            is_first = each.sampling.score_prompt and each.num_new == 1
+            is_first = each.sampling.prompt_logprobs is not None and each.num_new == 1
             of_prompt = each.prompt_scores if is_first else None
             outputs.append(Output(each.id, token, scores.get(i), reason, of_prompt))
             if reason:
@@ -208,7 +208,7 @@ class ServeEngine:
     ) -> None:
         """Row i of a prompt scores its token i + 1, once: not again after a preemption."""
         for each, count, end in zip(live, counts, ends.tolist()):
-            if not each.sampling.score_prompt:
+            if each.sampling.prompt_logprobs is None:
                 continue
             length = self.kv.length(each.id)
             first = max(length - count, len(each.prompt_scores))
@@ -217,7 +217,7 @@ class ServeEngine:
                 stop = min(start + _SCORED_ROWS, last)
                 rows = slice(end - length + start, end - length + stop)
                 logits_RV = self.model.logits(hidden_SD[rows])
-                num_best = each.sampling.num_logprobs or 0
+                num_best = each.sampling.prompt_logprobs or 0
                 each.prompt_scores += score(logits_RV, each.tokens[start + 1 : stop + 1], num_best)
 
     def _count_prompt_tokens(self, live: Sequence[Request], counts: Sequence[int]) -> None:

@@ -96,7 +96,7 @@ def parse_completion(body: Any, served: str) -> Completion:
             ignore_eos=_boolean(body, "ignore_eos"),
             stop_tokens=_ids(body.get("stop_token_ids") or (), "stop_token_ids"),
             num_logprobs=logprobs,
-            score_prompt=echo and logprobs is not None,
+            prompt_logprobs=logprobs if echo else None,
         ),
         num_each=num_each,
         stops=_stops(body.get("stop")),

@@ -43,7 +43,11 @@ class ServeSettings:
         device: "cpu" or "cuda".
         threads: of the engine process (0: as torch decides).
         stall_s: a step that takes longer makes the server unhealthy.
-        allow_updates: whether clients may replace the weights (`/update_weights`).
+        admin: whether clients may replace weights, load adapters, and send the engine to sleep.
+        adapters: name -> PEFT folder, loaded at the start; clients ask for them as a model.
+        max_adapters: adapters that are loaded at the same time.
+        max_lora_rank: largest rank of an adapter.
+        restarts: how often an engine process that died is started again.
     """
 
     folder: str
@@ -61,7 +65,11 @@ class ServeSettings:
     device: str = "cpu"
     threads: int = 0
     stall_s: float = 60.0
-    allow_updates: bool = False
+    admin: bool = False
+    adapters: Mapping[str, str] = field(default_factory=dict)
+    max_adapters: int = 4
+    max_lora_rank: int = 64
+    restarts: int = 3
 
     def __post_init__(self) -> None:
         lows = {
@@ -72,6 +80,9 @@ class ServeSettings:
             "kv_tokens": 0,
             "threads": 0,
             "port": 0,
+            "max_adapters": 0,
+            "max_lora_rank": 1,
+            "restarts": 0,
         }
         for name, low in lows.items():
             if (value := getattr(self, name)) < low:
@@ -129,7 +140,14 @@ class Sampling:
         ignore_eos: go on after an end-of-sequence token (load tests).
         stop_tokens: ids that end the output, like an end-of-sequence token.
         num_logprobs: most probable tokens reported per position (None: no probabilities at all).
-        score_prompt: report the prompt's probabilities too.
+        prompt_logprobs: the same for the prompt's tokens (None: not scored).
+        top_k: draw among so many most probable tokens; 0: all.
+        min_p: draw among tokens at least so probable, of the most probable one's probability.
+        presence_penalty, frequency_penalty: subtracted from logits of output tokens, once and per
+            occurrence.
+        repetition_penalty: divides positive and multiplies negative logits of known tokens.
+        logit_bias: (token, added to its logit).
+        min_new: output tokens before an end-of-sequence or stop token may be chosen.
     """
 
     max_new: int
@@ -139,7 +157,14 @@ class Sampling:
     ignore_eos: bool = False
     stop_tokens: tuple[int, ...] = ()
     num_logprobs: int | None = None
-    score_prompt: bool = False
+    prompt_logprobs: int | None = None
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    min_new: int = 0
 
 
 # (log probability of the token, the most probable ids, their log probabilities)
@@ -152,6 +177,7 @@ class Request:
 
     Attributes:
         tokens: prompt and output so far.
+        adapter: name of the adapter that computes it ("": the base).
         prompt_scores: of the prompt's tokens from the second on, as far as computed.
     """
 
@@ -159,6 +185,7 @@ class Request:
     tokens: list[int]
     num_prompt: int
     sampling: Sampling
+    adapter: str = ""
     prompt_scores: list[TokenScore] = field(default_factory=list)
 
     @property
