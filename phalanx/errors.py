@@ -73,6 +73,8 @@ CODES: dict[str, str] = {
     "serve/request": "a request that cannot be served",
     "serve/busy": "a server whose queue is full",
     "serve/engine": "an engine process that ended or does not answer",
+    "serve/asleep": "an engine that sleeps, or cannot go to sleep",
+    "serve/adapter": "an adapter that cannot be served",
     "serve/port": "an address that cannot be listened on",
     "report/gate": "a gated row outside its tolerance",
     "trace/file": "a trace file that cannot be read",
