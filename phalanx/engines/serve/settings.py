@@ -13,7 +13,12 @@ from phalanx.models.spec import DTYPE_BYTES, DecoderConfig, read_config
 from phalanx.registry import build
 
 MAX_LOGPROBS = 20
-_PACKAGES = {"torch": "torch", "fastapi": "serve", "uvicorn": "serve"}  # package -> extra
+_PACKAGES = {
+    "torch": "torch",
+    "fastapi": "serve",
+    "uvicorn": "serve",
+    "prometheus_client": "serve",
+}  # package -> extra
 
 
 def require_packages() -> None:
