@@ -11,6 +11,7 @@ P channels of a per-layer embedding.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -20,8 +21,17 @@ from phalanx.engines.serve.kv import KindStep, KvPool
 from phalanx.engines.serve.packed import PackedLayer, PackedWeights
 from phalanx.models.decoder_layers import Rope, kind_rope
 from phalanx.models.spec import DecoderConfig
+from phalanx.ops import vocabulary_head
 from phalanx.ops.attention import causal_attention
 from phalanx.ops.rope import rotate
+
+
+class LayerAdapters(Protocol):
+    """Adapters of the rows of one step."""
+
+    def add_(self, out_SF: Tensor, x_SD: Tensor, layer: int, matrix: str) -> None:
+        """Add to the product `out_SF` of a layer's "qkv", "out", "gate_up" or "down" with x."""
+        ...
 
 
 class PackedDecoder:
@@ -40,6 +50,7 @@ class PackedDecoder:
         self.config, self.device = config, torch.device(device)
         self.weights = PackedWeights(config, self.device)
         self.dtype, self._wide = self.weights.dtype, self.weights.wide
+        self._adapters: LayerAdapters | None = None
         of_kind = {kind.name: config.kv_layers(kind.name) for kind in config.kinds}
         # the layer of its kind's pool that holds the keys and values which each layer uses
         self._place_in_pool = [
@@ -62,6 +73,14 @@ class PackedDecoder:
         """Copy whole canonical tensors into place, as `PackedWeights.update`."""
         self.weights.update(tensors, strict=strict)
 
+    def free(self) -> None:
+        """Give the memory of the weights back; nothing may be computed until `allocate`."""
+        self.weights.free()
+
+    def allocate(self) -> None:
+        """Take memory for the weights again after `free`; zero until `update` has filled them."""
+        self.weights.allocate()
+
     @torch.inference_mode()
     def forward(
         self,
@@ -69,6 +88,7 @@ class PackedDecoder:
         positions_S: Tensor,
         steps: Mapping[str, KindStep],
         pools: Mapping[str, KvPool],
+        adapters: LayerAdapters | None = None,
     ) -> Tensor:
         """Hidden states after the last norm [S, D]; keys and values are stored on the way.
 
@@ -76,7 +96,9 @@ class PackedDecoder:
             tokens_S: ids, the single rows of decoding requests first.
             positions_S: of each token in its request.
             steps, pools: per layer kind, as `PagedKv` gives them.
+            adapters: what to add to the layers' products.
         """
+        self._adapters = adapters
         rope = {kind.name: kind_rope(kind, positions_S) for kind in self.config.kinds}
         x_SD = F.embedding(tokens_S, self.weights.embedding)
         if self.config.scale_embedding:
@@ -87,7 +109,7 @@ class PackedDecoder:
             normed_SD = self._normed(x_SD, layer.before_attention)
             attended_SD = self._attend(at, normed_SD, rope[kind], steps[kind], pools[kind])
             x_SD = x_SD + self._normed(attended_SD, layer.after_attention)
-            fed_SD = self._feed(layer, self._normed(x_SD, layer.before_mlp))
+            fed_SD = self._feed(at, self._normed(x_SD, layer.before_mlp))
             x_SD = x_SD + self._normed(fed_SD, layer.after_mlp)
             if per_layer_SLP is not None:
                 x_SD = x_SD + self._of_this_layer(layer, x_SD, per_layer_SLP[:, at])
@@ -102,6 +124,16 @@ class PackedDecoder:
         cap = self.config.logit_soft_cap
         return logits_SV if cap is None else cap * torch.tanh(logits_SV / cap)
 
+    @torch.inference_mode()
+    def greedy(self, hidden_RD: Tensor) -> tuple[Tensor, Tensor]:
+        """Tokens of the largest logits [R] and these, as `ops.vocabulary_head.greedy`."""
+        return vocabulary_head.greedy(hidden_RD, self.weights.head, self.config.logit_soft_cap)
+
+    @torch.inference_mode()
+    def best(self, hidden_RD: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """The largest logits [R, N] and their tokens, as `ops.vocabulary_head.best`."""
+        return vocabulary_head.best(hidden_RD, self.weights.head, count, self.config.logit_soft_cap)
+
     def _normed(self, x_SD: Tensor, scale_D: Tensor | None) -> Tensor:
         """As `ops.norm.rms_norm`, whose scale is already added up here; None: no norm."""
         if scale_D is None:
@@ -114,9 +146,16 @@ class PackedDecoder:
             return F.silu(gate).mul_(up)
         return F.gelu(gate, approximate="tanh").mul_(up)
 
-    def _feed(self, layer: PackedLayer, x_SD: Tensor) -> Tensor:
-        gate_SF, up_SF = F.linear(x_SD, layer.gate_up).chunk(2, -1)
-        return F.linear(self._gated(gate_SF, up_SF), layer.down)
+    def _feed(self, at: int, x_SD: Tensor) -> Tensor:
+        gate_SF, up_SF = self._product(x_SD, at, "gate_up").chunk(2, -1)
+        return self._product(self._gated(gate_SF, up_SF), at, "down")
+
+    def _product(self, x_SD: Tensor, at: int, matrix: str) -> Tensor:
+        """x W^T of a layer's matrix, and what adapters add."""
+        out_SF = F.linear(x_SD, getattr(self.weights.layers[at], matrix))
+        if self._adapters is not None:
+            self._adapters.add_(out_SF, x_SD, at, matrix)
+        return out_SF
 
     def _per_layer_inputs(self, tokens_S: Tensor, x_SD: Tensor) -> Tensor | None:
         """As `models.decoder.Decoder`, [S, L, P]."""
@@ -136,7 +175,7 @@ class PackedDecoder:
 
     def _attend(self, at: int, x_SD: Tensor, rope: Rope, step: KindStep, pool: KvPool) -> Tensor:
         layer, kind, place = self.weights.layers[at], pool.kind, self._place_in_pool[at]
-        heads = F.linear(x_SD, layer.qkv).unflatten(-1, (-1, kind.head_dim))
+        heads = self._product(x_SD, at, "qkv").unflatten(-1, (-1, kind.head_dim))
         q_SHC = self._turned(heads, layer, rope, pool, place, step)
         scale, parts = self.config.query_scale, []
         if num_single := step.blocks_RN.shape[0]:
@@ -150,7 +189,7 @@ class PackedDecoder:
             q = q_SHC[each.start : each.end]
             parts.append(causal_attention(q, k_TKC, v_TKC, scale=scale, window=kind.window))
         out_SHC = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return F.linear(out_SHC.flatten(-2), layer.out)
+        return self._product(out_SHC.flatten(-2), at, "out")
 
     def _turned(
         self,

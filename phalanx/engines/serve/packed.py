@@ -72,6 +72,7 @@ class PackedWeights:
         self.dtype: torch.dtype = getattr(torch, config.dtype)
         self.wide = torch.promote_types(self.dtype, torch.float32)
         self._places: dict[str, _Place] = {}
+        self._packed: list[Tensor] = []
         d = config.hidden_size
         self.embedding = self._matrix({"model.embed_tokens": config.vocab_size}, d)
         self.head = self.embedding
@@ -88,16 +89,20 @@ class PackedWeights:
             )
         self.layers = [self._layer(at) for at in range(config.num_layers)]
 
+    def _new(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        self._packed.append(torch.zeros(shape, dtype=dtype, device=self.device))
+        return self._packed[-1]
+
     def _matrix(self, num_rows: Mapping[str, int], num_columns: int) -> Tensor:
         """One matrix of the canonical ones with so many rows each."""
         total = sum(num_rows.values())
-        packed = torch.zeros(total, num_columns, dtype=self.dtype, device=self.device)
+        packed = self._new((total, num_columns), self.dtype)
         for (name, rows), view in zip(num_rows.items(), packed.split(list(num_rows.values()))):
             self._places[f"{name}.weight"] = _Place(view, (rows, num_columns))
         return packed
 
     def _norm(self, name: str, num_channels: int) -> Tensor:
-        scale = torch.ones(num_channels, dtype=self.wide, device=self.device)
+        scale = self._new((num_channels,), self.wide)
         self._places[f"{name}.weight"] = _Place(scale, (num_channels,), self.config.norm_offset)
         return scale
 
@@ -141,7 +146,7 @@ class PackedWeights:
             return None
         normed = heads[:2]
         total = sum(count for _, count in normed)
-        scale = torch.ones(total, channels, dtype=self.wide, device=self.device)
+        scale = self._new((total, channels), self.wide)
         for (part, _), view in zip(normed, scale.split([count for _, count in normed])):
             name = f"{attention}.{part}_norm.weight"
             self._places[name] = _Place(view, (channels,), self.config.norm_offset)
@@ -158,7 +163,7 @@ class PackedWeights:
         )
 
     def _scalar(self, name: str) -> Tensor:
-        scalar = torch.ones(1, dtype=self.dtype, device=self.device)
+        scalar = self._new((1,), self.dtype)
         self._places[name] = _Place(scalar, (1,))
         return scalar
 
@@ -166,6 +171,19 @@ class PackedWeights:
     def names(self) -> list[str]:
         """The canonical tensors that they are made of."""
         return list(self._places)
+
+    def free(self) -> None:
+        """Give the memory back; shapes and places stay."""
+        for tensor in self._packed:
+            tensor.untyped_storage().resize_(0)
+
+    def allocate(self) -> None:
+        """Take memory again after `free`, for tensors that are zero until `update`."""
+        for tensor in self._packed:
+            storage = tensor.untyped_storage()
+            if storage.nbytes() == 0:
+                storage.resize_(tensor.numel() * tensor.element_size())
+                tensor.zero_()
 
     @torch.no_grad()
     def update(self, tensors: Iterable[tuple[str, Tensor]], *, strict: bool = True) -> None:
