@@ -36,9 +36,9 @@ are partial over a tensor axis (norms per head) is left out as small.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from phalanx.cost.local_shapes import local_config
 from phalanx.cost.step_memory import Unit, is_split_by_token, memory_terms, shard_spec, units_of
@@ -57,10 +57,12 @@ from phalanx.policy import Exchange, Spec
 
 __all__ = [
     "Prediction",
+    "Priced",
     "RateKey",
     "Workload",
     "counted_weight",
     "predict",
+    "priced_operators",
     "rate_key",
     "row_multiple",
     "row_tokens_for",
@@ -168,20 +170,44 @@ def predict(
     )
 
 
+class Priced(NamedTuple):
+    """An operator with a rank's seconds of a step: forward, backward, and forward once more where
+    the backward pass computes it again."""
+
+    operator: Operator
+    forward_s: float
+    backward_s: float
+    again_s: float
+
+
+def priced_operators(
+    config: DecoderConfig, work: Workload, value: Mapping[RateKey, float], recompute: str = "none"
+) -> Iterator[Priced]:
+    """The operators of a rank in the order of the forward pass.
+
+    Args:
+        config: a rank's sizes (`cost.local_shapes`).
+        value: rate key -> seconds per token (per target for the head).
+    """
+    for op in operators(config, document_tokens=work.document_tokens, lora=work.lora):
+        key = rate_key(op, config)
+        count = work.counted if op.op == "head" else work.tokens
+        if is_split_by_token(op, work):
+            count /= work.tensor_degree
+        forward_s, backward_s = count * value[f"{key}.F"], count * value[f"{key}.B"]
+        repeated = recompute == "full" or op.op in _REPEATED_BY_SELECTIVE
+        is_again = recompute != "none" and op.layer is not None and repeated
+        yield Priced(op, forward_s, backward_s, forward_s if is_again else 0.0)
+
+
 def _operator_seconds(
     config: DecoderConfig, work: Workload, value: Mapping[RateKey, float], recompute: str
 ) -> dict[str, float]:
     seconds: dict[str, float] = {}
-    for op in operators(config, document_tokens=work.document_tokens, lora=work.lora):
-        key = rate_key(op, config)
-        forward, backward = value[f"{key}.F"], value[f"{key}.B"]
-        count = work.counted if op.op == "head" else work.tokens
-        if is_split_by_token(op, work):
-            count /= work.tensor_degree
-        seconds[op.op] = seconds.get(op.op, 0.0) + count * (forward + backward)
-        repeated = recompute == "full" or op.op in _REPEATED_BY_SELECTIVE
-        if recompute != "none" and op.layer is not None and repeated:
-            seconds["recompute"] = seconds.get("recompute", 0.0) + count * forward
+    for op, forward_s, backward_s, again_s in priced_operators(config, work, value, recompute):
+        seconds[op.op] = seconds.get(op.op, 0.0) + forward_s + backward_s
+        if again_s:
+            seconds["recompute"] = seconds.get("recompute", 0.0) + again_s
     return seconds
 
 
