@@ -84,5 +84,5 @@ def _best_places(logits_RV: Tensor, count: int) -> Tensor:
     room_R1 = count - above_RV.sum(-1, keepdim=True)
     taken_RV = above_RV | (equal_RV & (equal_RV.cumsum(-1) <= room_R1))
     places_RN = taken_RV.nonzero()[:, 1].view(-1, count)
-    order_RN = ranked_RV.gather(1, places_RN).sort(-1, descending=True, stable=True).indices
+    order_RN = ranked_RV.gather(1, places_RN).sort(dim=-1, descending=True, stable=True).indices
     return places_RN.gather(1, order_RN)
