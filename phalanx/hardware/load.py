@@ -13,22 +13,6 @@ from phalanx.errors import JobError, nearest_names, shown
 from phalanx.strict import parse_toml, read_value
 from phalanx.units import UNITS, parse_quantity
 
-# name in the file -> dimension; all are required, so that no cost model has to guess
-_FIGURES = {
-    "matmul": "flops_per_s",
-    "memory": "bytes",
-    "memory_bandwidth": "bytes_per_s",
-    "link_bandwidth": "bytes_per_s",
-    "network_bandwidth": "bytes_per_s",
-    "link_latency": "s",
-    "network_latency": "s",
-    "launch_overhead": "s",
-    "price": "usd_per_h",
-}
-_DIVIDED_BY = ("flops_per_s", "bytes", "bytes_per_s")  # by cost models: zero would be no machine
-MAX_DEVICES = 10_000_000  # of a cluster; every rank takes memory in a plan
-_SOURCES = ("formula", "simulated", "measured", "published", "assumption")
-
 
 @dataclass(frozen=True, slots=True)
 class Figure:
@@ -38,6 +22,30 @@ class Figure:
     kind: str  # measured, published, assumption
     source: str
     date: str
+
+
+# name in the file -> dimension ("": a share of 1); all but `_DEFAULTS` are required, so that no cost
+# model has to guess
+_FIGURES = {
+    "matmul": "flops_per_s",
+    "memory": "bytes",
+    "usable_memory_frac": "",
+    "memory_bandwidth": "bytes_per_s",
+    "link_bandwidth": "bytes_per_s",
+    "network_bandwidth": "bytes_per_s",
+    "link_latency": "s",
+    "network_latency": "s",
+    "launch_overhead": "s",
+    "price": "usd_per_h",
+}
+_DEFAULTS = {
+    "usable_memory_frac": Figure(
+        0.9, "assumption", "the file does not say; the share that vLLM takes by default", "2026-11"
+    )
+}
+_DIVIDED_BY = ("flops_per_s", "bytes", "bytes_per_s")  # by cost models: zero would be no machine
+MAX_DEVICES = 10_000_000  # of a cluster; every rank takes memory in a plan
+_SOURCES = ("formula", "simulated", "measured", "published", "assumption")
 
 
 @dataclass(frozen=True)
@@ -50,6 +58,8 @@ class Machine:
         devices_per_domain: devices that share the fast links.
         matmul: sustained dense matrix products in bf16, FLOP/s (not the data sheet's peak).
         memory, memory_bandwidth: of one device, bytes and bytes/s.
+        usable_memory_frac: share of `memory` that tensors may fill.
+        cores_per_device: what names of slices such as "v5p-8" count; 0: there are no such names.
         link_bandwidth, link_latency: inside a domain, per device and direction.
         network_bandwidth, network_latency: between domains, per device and direction.
         launch_overhead: seconds of host work per operator that compute does not hide.
@@ -68,6 +78,13 @@ class Machine:
     network_latency: Figure
     launch_overhead: Figure
     price: Figure
+    usable_memory_frac: Figure
+    cores_per_device: int = 0
+
+    @property
+    def usable_bytes(self) -> float:
+        """Memory of a device that tensors may fill."""
+        return self.memory.value * self.usable_memory_frac.value
 
     def figures(self) -> dict[str, Figure]:
         """All numbers by name."""
@@ -124,23 +141,36 @@ def read_machine(name: str) -> Machine:
 
 
 def _machine(table: dict[str, Any], path: Path) -> Machine:
-    legal = {"title", "devices_per_domain", *_FIGURES}
+    required = {"title", "devices_per_domain", *_FIGURES} - set(_DEFAULTS)
+    legal = {*required, *_DEFAULTS, "cores_per_device"}
     for name in table:
         if name not in legal:
             near = nearest_names(name, legal)
             raise JobError(
                 "job/unknown-key", f"{path.name}: {name}", None, "no such key", legal=near
             )
-    for name in sorted(legal):
+    for name in sorted(required):
         if name not in table:
             raise JobError("job/missing", f"{path.name}: {name}", None, "every machine needs it")
-    figures = {name: _figure(table[name], name, path.name) for name in _FIGURES}
-    title = read_value(table["title"], str, f"{path.name}: title")
-    where = f"{path.name}: devices_per_domain"
-    domain = read_value(table["devices_per_domain"], int, where)
-    if domain < 1:
-        raise JobError("job/bad-value", where, domain, "must be at least 1", legal=[1])
-    return Machine(name=path.stem, title=title, devices_per_domain=domain, **figures)
+    figures = {
+        name: _figure(table[name], name, path.name) if name in table else _DEFAULTS[name]
+        for name in _FIGURES
+    }
+    return Machine(
+        name=path.stem,
+        title=read_value(table["title"], str, f"{path.name}: title"),
+        devices_per_domain=_count(table, "devices_per_domain", path, low=1),
+        cores_per_device=_count({"cores_per_device": 0} | table, "cores_per_device", path, low=0),
+        **figures,
+    )
+
+
+def _count(table: dict[str, Any], name: str, path: Path, low: int) -> int:
+    where = f"{path.name}: {name}"
+    value = read_value(table[name], int, where)
+    if value < low:
+        raise JobError("job/bad-value", where, value, f"must be at least {low}", legal=[low])
+    return value
 
 
 def _figure(entry: Any, name: str, file: str) -> Figure:
@@ -157,6 +187,8 @@ def _figure(entry: Any, name: str, file: str) -> Figure:
 
 
 def _amount(text: Any, dimension: str, where: str) -> float:
+    if not dimension:
+        return _share(text, where)
     assert dimension in UNITS
     value = read_value(parse_quantity(text, dimension, where), float, where)
     if value < 0 or (value == 0 and dimension in _DIVIDED_BY):
@@ -165,22 +197,57 @@ def _amount(text: Any, dimension: str, where: str) -> float:
     return value
 
 
+def _share(value: Any, where: str) -> float:
+    share = read_value(value, float, where)
+    if not 0.0 < share <= 1.0:
+        raise JobError(
+            "job/bad-value", where, shown(value), "must lie in 0 < share <= 1", legal=[1]
+        )
+    return share
+
+
 def parse_cluster(text: str) -> Cluster:
-    """ "8xh100" as 8 devices of the machine h100; a bare name is one device.
+    """ "8xh100" as 8 devices of the machine h100; a bare name is one device, "v5p-8" a slice.
+
+    Google names slices of TPU v4 and v5p by their TensorCores, two to a chip: v5p-8 is 4 chips.
 
     Raises:
         JobError: `job/bad-value` for another form, `registry/unknown` for an unknown machine.
     """
-    match = re.fullmatch(r"(?:(\d+)[xX*])?([\w.\-/]+)", text.strip())
+    match = re.fullmatch(r"(?:(\d+)[xX*] *)?([\w.\-/]+)", text.strip())
     if match is None:
         rule = "must be COUNTxMACHINE"
         raise JobError("job/bad-value", "cluster", shown(text), rule, legal=["8xh100"])
     name = match[2] if match[2].endswith(".toml") else match[2].lower()
-    digits = (match[1] or "1").lstrip("0")
+    if match[1] is None and (cluster := _slice(name)):
+        return cluster
+    return Cluster(read_machine(name), _num_devices(match[1] or "1", name, text))
+
+
+def _num_devices(digits: str, name: str, text: str) -> int:
+    digits = digits.lstrip("0")
     if not digits:
         rule = "must have at least one device"
         raise JobError("job/bad-value", "cluster", shown(text), rule, legal=[f"1x{name}"])
     if len(digits) > len(str(MAX_DEVICES)) or int(digits) > MAX_DEVICES:
         rule, legal = f"must have at most {MAX_DEVICES:,} devices", [f"{MAX_DEVICES}x{name}"]
         raise JobError("job/bad-value", "cluster", shown(text), rule, legal=legal)
-    return Cluster(read_machine(name), int(digits))
+    return int(digits)
+
+
+def _slice(name: str) -> Cluster | None:
+    """The devices of a slice by Google's name; None for what is no such name."""
+    kind, _, digits = name.rpartition("-")
+    if not (
+        kind and digits.isdecimal() and kind in machine_names() and name not in machine_names()
+    ):
+        return None
+    machine = read_machine(kind)
+    if not machine.cores_per_device:
+        return None
+    cores = _num_devices(digits, kind, name)
+    if cores % machine.cores_per_device:
+        rule = f"counts cores, {machine.cores_per_device} to a device"
+        near = f"{kind}-{cores + cores % machine.cores_per_device}"
+        raise JobError("job/bad-value", "cluster", shown(name), rule, legal=[near])
+    return Cluster(machine, cores // machine.cores_per_device)
