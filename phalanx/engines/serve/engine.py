@@ -175,22 +175,14 @@ class ServeEngine:
     def _choose(self, ready: Sequence[Request], hidden_RD: Tensor) -> list[Output]:
         if not ready:
             return []
-        logits_RV = self.model.logits(hidden_RD)
-        samplings = [each.sampling for each in ready]
-        tokens = choose(logits_RV, samplings, [len(each.tokens) for each in ready])
-        scores: dict[int, TokenScore] = {}
-        asked = [i for i, each in enumerate(samplings) if each.num_logprobs is not None]
-        if asked:
-            num_best = max(samplings[i].num_logprobs or 0 for i in asked)
-            found = score(logits_RV[asked], [tokens[i] for i in asked], num_best)
-            scores = dict(zip(asked, found))
         outputs = []
-        for i, (each, token) in enumerate(zip(ready, tokens)):
+        chosen = choose(self.model, hidden_RD, ready)
+        for each, (token, its_score) in zip(ready, chosen):
             each.tokens.append(token)
             reason = self._reason(each, token)
             is_first = each.sampling.prompt_logprobs is not None and each.num_new == 1
             of_prompt = each.prompt_scores if is_first else None
-            outputs.append(Output(each.id, token, scores.get(i), reason, of_prompt))
+            outputs.append(Output(each.id, token, its_score, reason, of_prompt))
             if reason:
                 self.cancel(each.id)
         return outputs

@@ -184,6 +184,7 @@ class Request:
         tokens: prompt and output so far.
         adapter: name of the adapter that computes it ("": the base).
         prompt_scores: of the prompt's tokens from the second on, as far as computed.
+        rules: what the choice of tokens keeps of it, as counts for penalties.
     """
 
     id: int
@@ -192,6 +193,7 @@ class Request:
     sampling: Sampling
     adapter: str = ""
     prompt_scores: list[TokenScore] = field(default_factory=list)
+    rules: Any = field(default=None, repr=False, compare=False)
 
     @property
     def num_new(self) -> int:
