@@ -133,6 +133,18 @@ class ChatTemplate:
         return text.replace(OPENING, "").replace(CLOSING, "")
 
 
+def has_template(folder: str | Path) -> bool:
+    """Whether a model folder says how a conversation is written."""
+    folder = Path(folder)
+    return _find_source(folder, _read_json(folder / "tokenizer_config.json"), "")[1] is not None
+
+
+def has_end_token(folder: str | Path) -> bool:
+    """Whether a model folder names the token that ends a turn, which `PLAIN_TEMPLATE` needs."""
+    path = Path(folder) / "tokenizer_config.json"
+    return bool(_token_text(_read_json(path).get("eos_token"), f"{path}: eos_token"))
+
+
 def _find_source(
     folder: Path, config: dict[str, Any], template_file: str | Path
 ) -> tuple[str, str | None]:

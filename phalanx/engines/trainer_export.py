@@ -13,7 +13,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from phalanx.data.chat import ChatTemplate
+from phalanx.data.chat import ChatTemplate, has_end_token, has_template
 from phalanx.engines.process import Process
 from phalanx.engines.trainer_model import TrainModel
 from phalanx.errors import JobError, nearest_names
@@ -124,7 +124,8 @@ def _merged(
 
 
 def _write_template(target: Path, job: Job) -> None:
-    """The chat template that the model was trained with, where it is not the base's own."""
-    if job.data.chat_template:
-        template = ChatTemplate.from_folder(target, job.data.chat_template)
+    """The chat template that the model was trained with, where the base has none or another."""
+    asked, is_tuned = job.data.chat_template, job.train.method != "pretrain"
+    if asked or (is_tuned and not has_template(target) and has_end_token(target)):
+        template = ChatTemplate.from_folder(target, asked)
         (target / "chat_template.jinja").write_text(template.source, encoding="utf-8")

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from phalanx.data.chat import PLAIN_TEMPLATE
 from phalanx.engines import trainer_export
 from phalanx.engines.trainer_export import export, require_exports
 from phalanx.errors import JobError
@@ -112,6 +113,22 @@ def test_adapters_are_merged_under_the_names_of_a_multimodal_base(tmp_path, base
     table = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert f"{prefix}{down}" in table["target_modules"] and table["lora_alpha"] == 6
     assert (tmp_path / "export" / "chat_template.jinja").read_text() == "{{ messages[0] }}"
+
+
+@pytest.mark.parametrize(("method", "end", "is_written"), [
+    ("lora", "</s>", True), ("pretrain", "</s>", False), ("lora", "", False),
+])  # fmt: skip
+def test_a_base_without_template_is_exported_with_the_one_it_was_tuned_with(
+    base, tmp_path, method, end, is_written
+):
+    (base / "tokenizer_config.json").write_text(json.dumps({"eos_token": end}))
+    of = job(base, method)
+    trained = adapters() if method == "lora" else values()
+    lora = LORA if method == "lora" else None
+    exported(tmp_path, iter(trained.items()), model_source(of, str), of, lora)
+    path = tmp_path / "export" / "chat_template.jinja"
+    assert path.exists() == is_written
+    assert not is_written or path.read_text() == PLAIN_TEMPLATE
 
 
 def test_formats_are_checked_before_training(base):
