@@ -91,8 +91,15 @@ def memory_terms(
     *,
     reduce_bytes: int = 4,
     recompute: str = "none",
+    saved_per_token: float | None = None,
 ) -> dict[str, float]:
-    """Name -> bytes of the tensors of one rank at the peak."""
+    """Name -> bytes of the tensors of one rank at the peak.
+
+    Args:
+        saved_per_token: `saved_bytes_per_token`, where the caller has it for many rows.
+    """
+    if saved_per_token is None:
+        saved_per_token = saved_bytes_per_token(config, work, recompute)
     itemsize = DTYPE_BYTES[config.dtype]
     in_turn = [u for u in units if u.rule is not None and u.rule.reshard]
     waiting = 1 + max((u.rule.prefetch for u in in_turn if u.rule), default=0)
@@ -107,7 +114,7 @@ def memory_terms(
         "gradients": num_trained * (itemsize + accumulating)
         + reduce_bytes * sum(u.trained for u in units),
         "optimizer": 8.0 * sum(u.trained for u in units),
-        "activations": work.longest_row * saved_bytes_per_token(config, work, recompute),
+        "activations": work.longest_row * saved_per_token,
         "logits": float(
             min(LOGIT_CHUNK_BYTES, work.row_counted * config.vocab_size * itemsize)
             + 2 * work.row_counted * config.hidden_size * (itemsize + 4)

@@ -24,8 +24,8 @@ class Figure:
     date: str
 
 
-# name in the file -> dimension ("": a share of 1); all but `_DEFAULTS` are required, so that no cost
-# model has to guess
+# name in the file -> dimension ("": a share of 1); all but `_DEFAULTS` are required, so that no
+# cost model has to guess
 _FIGURES = {
     "matmul": "flops_per_s",
     "memory": "bytes",
