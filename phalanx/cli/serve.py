@@ -1,14 +1,17 @@
-"""`phalanx serve`: an OpenAI completions endpoint for a model folder."""
+"""`phalanx serve`: an OpenAI endpoint for a model folder and its adapters."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import fields
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from phalanx.cli.output import progress, write
+from phalanx.errors import JobError
 from phalanx.job import PlanSection, ServeSection
 
 _DEFAULT: dict[str, Any] = {each.name: each.default for each in fields(ServeSection)}
@@ -30,11 +33,25 @@ def serve(
     max_tokens: Annotated[int, typer.Option(help="Longest prompt plus output.")] = _DEFAULT[
         "max_tokens"
     ],
-    max_step_tokens: Annotated[int, typer.Option(help="Tokens computed in one step.")] = 512,
-    max_queued: Annotated[int, typer.Option(help="Requests that may wait (then 429).")] = 256,
+    max_step_tokens: Annotated[int, typer.Option(help="Tokens computed in one step.")] = _DEFAULT[
+        "max_step_tokens"
+    ],
+    max_queued: Annotated[int, typer.Option(help="Requests that may wait (then 429).")] = _DEFAULT[
+        "max_queued"
+    ],
     kv_tokens: Annotated[
         int, typer.Option(help="Tokens in the KV cache; 0: what requests can need and memory has.")
-    ] = 0,
+    ] = _DEFAULT["kv_tokens"],
+    adapter: Annotated[
+        list[str] | None,
+        typer.Option(help="NAME=FOLDER of a PEFT adapter to serve beside the base; repeatable."),
+    ] = None,
+    max_adapters: Annotated[int, typer.Option(help="Adapters loaded at the same time.")] = 4,
+    max_lora_rank: Annotated[int, typer.Option(help="Largest rank of an adapter.")] = 64,
+    admin: Annotated[
+        bool, typer.Option("--admin", help="Clients may change weights and adapters, and sleep.")
+    ] = False,
+    restarts: Annotated[int, typer.Option(help="Starts after an engine process died.")] = 3,
     dtype: Annotated[str, typer.Option(help="Of the weights; '': as the folder says.")] = "",
     kv_dtype: Annotated[str, typer.Option(help="Of the KV cache; '': as the weights.")] = "",
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
@@ -49,6 +66,11 @@ def serve(
     settings = ServeSettings(
         folder=folder,
         scheduler=scheduler,
+        adapters=_adapters(adapter or ()),
+        max_adapters=max_adapters,
+        max_lora_rank=max_lora_rank,
+        admin=admin,
+        restarts=restarts,
         name=name,
         host=host,
         port=port,
@@ -71,3 +93,17 @@ def serve(
 
     progress(f"loading {folder}")
     asyncio.run(run(settings, announce))
+
+
+def _adapters(words: Sequence[str]) -> dict[str, str]:
+    """ "NAME=FOLDER" of each; a folder alone is named after itself."""
+    found: dict[str, str] = {}
+    for word in words:
+        name, is_named, folder = word.partition("=")
+        if not is_named:
+            name, folder = Path(word).resolve().name, word
+        if not name or not folder or name in found:
+            rule = "must be NAME=FOLDER, every name once"
+            raise JobError("job/bad-value", "--adapter", repr(word), rule)
+        found[name] = folder
+    return found
