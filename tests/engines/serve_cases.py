@@ -7,11 +7,13 @@ from pathlib import Path
 
 import torch
 
-from phalanx.engines.serve.engine import Output, ServeEngine, StepResult
+from phalanx.engines.serve.engine import ServeEngine
 from phalanx.engines.serve.kv import KvLimits, PagedKv
 from phalanx.engines.serve.model import PackedDecoder
 from phalanx.engines.serve.settings import Request, Sampling
+from phalanx.engines.serve.step import Output, StepResult
 from phalanx.engines.serve.world import Cancel
+from phalanx.errors import PhalanxError
 from phalanx.models.hf import read_tensors, save_folder
 from phalanx.models.parameters import initial_values
 from phalanx.models.spec import DecoderConfig, canonical_tensors, read_config, small_config
@@ -75,9 +77,11 @@ def make_engine(
     return ServeEngine(model, kv, limits, "tiny@0")
 
 
-def request(id_: int, prompt: Sequence[int], sampling: Sampling = GREEDY) -> Request:
+def request(
+    id_: int, prompt: Sequence[int], sampling: Sampling = GREEDY, adapter: str = ""
+) -> Request:
     """A request with a copy of the prompt."""
-    return Request(id_, list(prompt), len(prompt), sampling)
+    return Request(id_, list(prompt), len(prompt), sampling, adapter)
 
 
 class ScriptedInbox:
@@ -86,12 +90,14 @@ class ScriptedInbox:
     Attributes:
         outputs: request -> its outputs.
         results: what each step gave.
+        refused: request -> why it was not accepted.
     """
 
     def __init__(self, script: Mapping[int, Sequence[Request | Cancel]]) -> None:
         self._script = {at: list(messages) for at, messages in script.items()}
         self.outputs: dict[int, list[Output]] = {}
         self.results: list[StepResult] = []
+        self.refused: dict[int, PhalanxError] = {}
 
     def receive(self, wait: bool) -> list[Request | Cancel] | None:
         due = [at for at in self._script if at <= len(self.results) or wait]
@@ -104,6 +110,9 @@ class ScriptedInbox:
         self.results.append(result)
         for each in result.outputs:
             self.outputs.setdefault(each.request, []).append(each)
+
+    def refuse(self, request: int, error: PhalanxError) -> None:
+        self.refused[request] = error
 
     def tokens(self) -> dict[int, list[int]]:
         """Request -> output tokens."""

@@ -23,17 +23,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from phalanx.engines.serve.adapter_fit import read_fitting, require_fit
 from phalanx.errors import JobError, PhalanxError, nearest_names
-from phalanx.models.adapter_folder import read_adapter
 from phalanx.models.peft_folder import StoredAdapters
-from phalanx.models.spec import (
-    DecoderConfig,
-    LoraSpec,
-    layer_tensors,
-    lora_tensors,
-    unused_names,
-)
-from phalanx.models.stored import StoredTensor
+from phalanx.models.spec import DecoderConfig, LoraSpec, layer_tensors
 
 # last part of a module's name -> the packed matrix that its outputs are columns of, in this order
 MATRIX_OF = {
@@ -57,6 +50,7 @@ class LowRank(NamedTuple):
     up_PO: Tensor
 
 
+_Tensors = Mapping[str, Tensor]
 Products = Mapping[tuple[int, str], LowRank]  # (layer, packed matrix) -> product
 
 
@@ -108,7 +102,7 @@ class AdapterSlots:
         config: of the base.
         max_adapters: slots.
         max_rank: largest rank of an adapter.
-        dtype: of the base's matrices; factors are cast to it once, scaled in float32 before.
+        dtype: of the base's matrices; factors are cast to it once, scaled in float32 before that.
         device: where.
     """
 
@@ -144,13 +138,13 @@ class AdapterSlots:
                 that does not fit: unreadable, another kind, too large a rank, other shapes.
         """
         self._require_room(name)
-        self.put(name, *_read(self._config, folder), version=version)
+        self.put(name, *_read(self._config, folder, self._max_rank), version=version)
 
     def put(
         self,
         name: str,
         lora: LoraSpec,
-        tensors: Mapping[str, Tensor],
+        tensors: _Tensors,
         *,
         version: int | None = None,
     ) -> None:
@@ -174,7 +168,7 @@ class AdapterSlots:
     def update(self, name: str, folder: str | Path, *, version: int | None = None) -> None:
         """Give a loaded adapter the weights of another folder, as `put`."""
         self._require_loaded(name)
-        self.put(name, *_read(self._config, folder), version=version)
+        self.put(name, *_read(self._config, folder, self._max_rank), version=version)
 
     def unload(self, name: str) -> None:
         """Refuse new requests at once; the slot is free when the last that uses it has ended.
@@ -266,11 +260,8 @@ class AdapterSlots:
             rule = f"all {len(self._slots)} slots are taken (serve.max_adapters): unload one first"
             raise JobError("serve/adapter", "adapter", repr(name), rule, legal=self.versions)
 
-    def _products(self, lora: LoraSpec, tensors: Mapping[str, Tensor]) -> Products:
-        if lora.rank > self._max_rank:
-            rule = f"must be at most {self._max_rank} (serve.max_lora_rank)"
-            raise JobError("serve/adapter", "rank", lora.rank, rule, legal=[self._max_rank])
-        _require_fit(self._config, lora, tensors)
+    def _products(self, lora: LoraSpec, tensors: _Tensors) -> Products:
+        require_fit(self._config, lora, tensors, self._max_rank)
         parts: dict[tuple[int, str], list[tuple[_Column, str]]] = {}
         for module, column in self._columns.items():
             if f"{module}.lora_A.weight" in tensors:
@@ -284,14 +275,15 @@ class AdapterSlots:
         self,
         lora: LoraSpec,
         parts: Sequence[tuple[_Column, str]],
-        tensors: Mapping[str, Tensor],
+        tensors: _Tensors,
     ) -> LowRank:
         """The factors of all adapted parts of a packed matrix: `up` is diagonal by blocks."""
-        down_PI = torch.cat([tensors[f"{module}.lora_A.weight"].float() for _, module in parts])
-        up_PO = torch.zeros(len(down_PI), parts[0][0].width)
+        wide = torch.promote_types(self._dtype, torch.float32)
+        down_PI = torch.cat([tensors[f"{module}.lora_A.weight"].to(wide) for _, module in parts])
+        up_PO = torch.zeros(len(down_PI), parts[0][0].width, dtype=wide)
         for at, (column, module) in enumerate(parts):
             rows = slice(at * lora.rank, (at + 1) * lora.rank)
-            b_OR = tensors[f"{module}.lora_B.weight"].float()
+            b_OR = tensors[f"{module}.lora_B.weight"].to(wide)
             up_PO[rows, column.start : column.end] = lora.scale * b_OR.t()
         product = LowRank(*(each.to(self._device, self._dtype) for each in (down_PI, up_PO)))
         if not all(each.isfinite().all() for each in product):
@@ -321,33 +313,9 @@ def _columns(config: DecoderConfig) -> dict[str, _Column]:
     return columns
 
 
-def _read(config: DecoderConfig, folder: str | Path) -> tuple[LoraSpec, dict[str, Tensor]]:
-    """Settings and tensors of a folder; what is wrong with it is told as `serve/adapter`."""
+def _read(config: DecoderConfig, folder: str | Path, max_rank: int) -> tuple[LoraSpec, _Tensors]:
+    adapter = read_fitting(config, folder, max_rank)
     try:
-        adapter = read_adapter(folder)
-        _require_fit(config, adapter.lora, adapter.weights)
         return adapter.lora, dict(StoredAdapters(adapter.weights))
-    except PhalanxError as error:
-        where, rule = f"{folder}: {error.where}", error.rule
-        raise JobError("serve/adapter", where, error.value, rule, legal=error.legal) from error
-
-
-def _require_fit(
-    config: DecoderConfig, lora: LoraSpec, tensors: Mapping[str, Tensor | StoredTensor]
-) -> None:
-    """Raise `serve/adapter` for a tensor that the base has no place for, or without its partner."""
-    specs = lora_tensors(config, LoraSpec(rank=lora.rank, alpha=lora.alpha, targets=("*",)))
-    unused = unused_names(config)  # adapted in training, and without effect there as here
-    for name, tensor in tensors.items():
-        module, _, part = name.removesuffix(".weight").rpartition(".")
-        if f"{module}.weight" in unused:
-            continue
-        if name not in specs:
-            rule, near = "adapts no matrix of the model that is served", nearest_names(name, specs)
-            raise JobError("serve/adapter", "tensor", name, rule, legal=near)
-        if tuple(tensor.shape) != specs[name].shape:
-            rule = f"must have the shape {specs[name].shape} to fit the model that is served"
-            raise JobError("serve/adapter", name, tuple(tensor.shape), rule)
-        partner = f"{module}.{'lora_B' if part == 'lora_A' else 'lora_A'}.weight"
-        if partner not in tensors:
-            raise JobError("serve/adapter", "tensor", partner, "is missing beside its partner")
+    except PhalanxError as error:  # the file changed, or its disk fails
+        raise JobError("serve/adapter", error.where, error.value, error.rule) from error

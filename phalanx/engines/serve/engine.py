@@ -1,68 +1,34 @@
-"""The engine: requests, weights and cache; carries out one batch plan at a time.
+"""The engine: requests, weights, adapters and cache; carries out one batch plan at a time.
+
+Tokens in, tokens out: for reinforcement learning and evaluation in one process see `offline`.
 
 Legend: S rows (tokens) of a step, R rows whose next token is chosen.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from phalanx.engines.serve.adapters import BASE, AdapterSlots
 from phalanx.engines.serve.blocks import BLOCK_TOKENS
 from phalanx.engines.serve.kv import KvLimits, PagedKv
 from phalanx.engines.serve.model import PackedDecoder
 from phalanx.engines.serve.sampling import choose, score
-from phalanx.engines.serve.settings import Request, TokenScore
+from phalanx.engines.serve.settings import Request
+from phalanx.engines.serve.sleep import Sleeper
+from phalanx.engines.serve.step import BatchPlan, Output, StepResult
 from phalanx.errors import JobError, PlanError
+from phalanx.models.spec import LoraSpec
 
 _SCORED_ROWS = 64  # prompt rows whose logits exist at once
-
-
-class BatchPlan(Protocol):
-    """What the engine reads of a plan; the policies of family "serve" make them."""
-
-    requests: Sequence[int]
-    preempted: Sequence[int]
-
-    def rows(self) -> list[tuple[int, int, int]]:
-        """(request, query_len, kv_len) per row."""
-        ...
-
-    def require_legal(self, max_running: int, max_step_tokens: int) -> None:
-        """Raise `plan/illegal` unless an engine of these limits can carry it out."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class Output:
-    """What a step gave one request.
-
-    Attributes:
-        token: the new output token.
-        score: its probabilities, where asked for.
-        reason: "stop" or "length" when it was the last, else "".
-        prompt_scores: of the prompt's tokens from the second on, with the first output token.
-    """
-
-    request: int
-    token: int
-    score: TokenScore | None = None
-    reason: str = ""
-    prompt_scores: list[TokenScore] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    """What a step gave: accepted output tokens per row of the plan, and the tokens."""
-
-    requests: Sequence[int]
-    accepted: Sequence[int]
-    outputs: list[Output] = field(default_factory=list)
+_INCOMPLETE = "+incomplete"
 
 
 class ServeEngine:
@@ -73,18 +39,32 @@ class ServeEngine:
         kv: the cache.
         limits: what both were made for.
         weight_version: name of the weights, reported with every token.
+        max_adapters, max_lora_rank: adapters held at once, and the largest rank of one.
 
     Attributes:
         facts: what a policy's view holds, kept up to date.
+        adapters: what is loaded beside the base.
         num_steps, num_prompt_tokens, num_output_tokens, num_preempted: counters.
     """
 
     def __init__(
-        self, model: PackedDecoder, kv: PagedKv, limits: KvLimits, weight_version: str
+        self,
+        model: PackedDecoder,
+        kv: PagedKv,
+        limits: KvLimits,
+        weight_version: str,
+        *,
+        max_adapters: int = 4,
+        max_lora_rank: int = 64,
     ) -> None:
         self.model, self.kv, self.limits = model, kv, limits
         self.weight_version = weight_version
+        self.adapters = AdapterSlots(
+            model.config, max_adapters, max_lora_rank, model.dtype, model.device
+        )
         self.requests: dict[int, Request] = {}
+        self._slots: dict[int, int] = {}  # request -> slot of its adapter
+        self._sleeper = Sleeper(model, kv)
         self.num_steps = self.num_prompt_tokens = self.num_output_tokens = self.num_preempted = 0
         self.facts: dict[str, Any] = {
             "num_blocks": kv.num_blocks,
@@ -94,32 +74,127 @@ class ServeEngine:
             "max_step_tokens": limits.max_step_tokens,
         }
 
+    # ---- requests ------------------------------------------------------------------------------
+
     def add(self, request: Request) -> None:
         """Accept a request; a policy decides when it is computed.
 
         Raises:
-            JobError: `serve/request` for a doubled id, an empty prompt or one that cannot fit.
+            JobError: `serve/request` for a doubled id, a prompt that is empty, cannot fit or holds
+                what is no token; `serve/adapter` for an adapter that is not loaded.
+            WorldError: `serve/asleep`.
         """
-        most = len(request.tokens) + request.sampling.max_new
+        self._sleeper.require_awake()
+        num_prompt, max_new = len(request.tokens), request.sampling.max_new
         if request.id in self.requests:
             raise JobError("serve/request", "id", request.id, "is the id of a live request")
-        if not request.tokens or request.sampling.max_new < 1 or most > self.limits.max_tokens:
+        if num_prompt < 1 or max_new < 1 or num_prompt + max_new > self.limits.max_tokens:
             rule = f"prompt and output must have 2..{self.limits.max_tokens} tokens together"
-            raise JobError("serve/request", "tokens", most, rule, legal=[self.limits.max_tokens])
+            value, legal = f"{num_prompt} + {max_new}", [self.limits.max_tokens]
+            raise JobError("serve/request", "tokens", value, rule, legal=legal)
+        size = self.model.config.vocab_size
+        if not 0 <= min(request.tokens) <= max(request.tokens) < size:
+            wrong = next(each for each in request.tokens if not 0 <= each < size)
+            rule = "is no token of this model"
+            raise JobError("serve/request", "prompt", wrong, rule, legal=[0, size - 1])
+        self._slots[request.id] = self.adapters.acquire(request.adapter)
         self.requests[request.id] = request
+
+    def adapter_slot(self, request: int) -> int:
+        """The slot that a batch plan must name for a live request; -1 for the base."""
+        return self._slots.get(request, BASE)
 
     def cancel(self, request: int) -> bool:
         """Forget a request between two steps; whether it was live."""
         known = self.requests.pop(request, None) is not None
         self._release(request)
+        self.adapters.release(self._slots.pop(request, BASE))
         return known
+
+    def truncate(self, request: int, length: int) -> None:
+        """Keep the first `length` tokens of a request; the next one is chosen anew from there.
+
+        For those who make their own plans (drafts that were refused, an answer that is taken back):
+        policies of the family "serve" have no event for it.
+
+        Raises:
+            JobError: `serve/request` for no live request, a length that cuts the prompt or is
+                longer than the request, or when a sliding window needs tokens that are gone.
+        """
+        live = self.requests.get(request)
+        if live is None:
+            raise JobError("serve/request", "truncate", request, "is no live request")
+        if not live.num_prompt <= length <= len(live.tokens):
+            rule = f"must lie in {live.num_prompt}..{len(live.tokens)}: prompt, and all tokens"
+            legal = [live.num_prompt, len(live.tokens)]
+            raise JobError("serve/request", "truncate", length, rule, legal=legal)
+        # the last token is computed again: its row chooses the next one
+        if (held := min(self.kv.length(request), length - 1)) > 0:
+            self.kv.truncate(request, held)
+        else:
+            self.kv.release(request)
+        del live.tokens[length:]
+        self.facts["free_blocks"] = self.kv.num_free
+
+    # ---- weights -------------------------------------------------------------------------------
+
+    def version_of(self, request: int) -> str:
+        """Version of the weights that compute a live request, its adapter's included."""
+        return self.weight_version + self.adapters.suffix(self.adapter_slot(request))
 
     def update_weights(
         self, tensors: Iterable[tuple[str, Tensor]], version: str, *, strict: bool = True
     ) -> None:
-        """Replace weights in place, between two steps. Requests go on with the cache they have."""
-        self.model.update(tensors, strict=strict)
+        """Replace weights of the base in place, between two steps.
+
+        Live requests go on with the cache they have: keys and values of the old weights, tokens of
+        the new ones, as the version of every token says. Cancel and add them again where that
+        matters. An engine that sleeps without weights has them afterwards.
+
+        Args:
+            tensors: (canonical name, whole tensor), for example from a trainer, one at a time.
+            strict: demand every tensor of the model (always the case after level 2).
+
+        Raises:
+            JobError: `model/tensor`; what came before the wrong tensor has been replaced then, and
+                the version ends in "+incomplete" until an update succeeds.
+        """
+        strict = strict or not self._sleeper.has_weights
+        try:
+            self._sleeper.fill_weights(lambda: self.model.update(tensors, strict=strict))
+        except BaseException:
+            self.weight_version = self.weight_version.removesuffix(_INCOMPLETE) + _INCOMPLETE
+            raise
         self.weight_version = version
+
+    def load_adapter(self, name: str, folder: str | Path, *, version: int | None = None) -> None:
+        """As `AdapterSlots.load`; requests may ask for it from now on."""
+        self.adapters.load(name, folder, version=version)
+
+    def update_adapter(self, name: str, lora: LoraSpec, tensors: Mapping[str, Tensor]) -> None:
+        """As `AdapterSlots.put`: load an adapter, or replace its weights, from tensors at hand."""
+        self.adapters.put(name, lora, tensors)
+
+    def unload_adapter(self, name: str) -> None:
+        """As `AdapterSlots.unload`; live requests of it go on to their end."""
+        self.adapters.unload(name)
+
+    # ---- sleep ---------------------------------------------------------------------------------
+
+    @property
+    def sleep_level(self) -> int:
+        """0 awake, 1 without a cache, 2 without weights too."""
+        return self._sleeper.level
+
+    def sleep(self, level: int) -> None:
+        """Give the cache's memory back, at level 2 the weights' too, as `Sleeper.fall_asleep`."""
+        self._sleeper.fall_asleep(level, len(self.requests))
+
+    def wake(self) -> None:
+        """Take the memory again, as `Sleeper.wake`; after level 2 update the weights before."""
+        self._sleeper.wake()
+
+    # ---- steps ---------------------------------------------------------------------------------
 
     @torch.inference_mode()
     def step(self, plan: BatchPlan) -> StepResult:
@@ -128,11 +203,14 @@ class ServeEngine:
         Raises:
             PlanError: `plan/illegal` for a plan that does not fit requests, cache or limits.
         """
+        start_s = time.perf_counter()
         plan.require_legal(self.limits.max_running, self.limits.max_step_tokens)
+        self._require_plain(plan)
         for request in plan.preempted:
             self._release(request)
             self.num_preempted += 1
-        rows = sorted(plan.rows(), key=lambda row: row[1] > 1)  # single tokens first
+        # single tokens first, and the rows of an adapter together
+        rows = sorted(plan.rows(), key=lambda row: (row[1] > 1, self.adapter_slot(row[0])))
         live = [self._require_row(*row) for row in rows]
         counts = [count for _, count, _ in rows]
         ids = [each.id for each in live]
@@ -148,7 +226,22 @@ class ServeEngine:
         self.num_output_tokens += len(outputs)
         self.facts["free_blocks"] = self.kv.num_free
         accepted = dict.fromkeys(ids, 0) | dict.fromkeys((each.request for each in outputs), 1)
-        return StepResult(plan.requests, [accepted[i] for i in plan.requests], outputs)
+        per_row = [accepted[i] for i in plan.requests]
+        return StepResult(plan.requests, per_row, outputs, time.perf_counter() - start_s)
+
+    def _require_plain(self, plan: BatchPlan) -> None:
+        """Raise `plan/illegal` for drafts, grammars, or another adapter than the request's."""
+        for where, column, only in (
+            ("num_draft", plan.num_draft, 0),
+            ("grammar", plan.grammar, -1),
+        ):
+            if wrong := [each for each in column if each != only]:
+                rule = "is something that this engine does not compute"
+                raise PlanError("plan/illegal", where, wrong[0], rule, legal=[only])
+        for request, slot in zip(plan.requests, plan.adapter):
+            if slot != (own := self.adapter_slot(request)):
+                rule = f"request {request} has its adapter in another slot"
+                raise PlanError("plan/illegal", "adapter", slot, rule, legal=[own])
 
     def _require_row(self, request: int, count: int, kv_len: int) -> Request:
         live = self.requests.get(request)
@@ -170,7 +263,9 @@ class ServeEngine:
         tokens_S = torch.tensor(tokens).to(self.model.device, non_blocking=True)
         positions_S = torch.tensor(positions).to(self.model.device, non_blocking=True)
         steps = self.kv.step([each.id for each in live], counts)
-        return self.model.forward(tokens_S, positions_S, steps, self.kv.pools)
+        slots = [self.adapter_slot(each.id) for each in live]
+        adapters = self.adapters.batch(slots, counts)
+        return self.model.forward(tokens_S, positions_S, steps, self.kv.pools, adapters)
 
     def _choose(self, ready: Sequence[Request], hidden_RD: Tensor) -> list[Output]:
         if not ready:
@@ -182,7 +277,8 @@ class ServeEngine:
             reason = self._reason(each, token)
             is_first = each.sampling.prompt_logprobs is not None and each.num_new == 1
             of_prompt = each.prompt_scores if is_first else None
-            outputs.append(Output(each.id, token, its_score, reason, of_prompt))
+            version = self.version_of(each.id)
+            outputs.append(Output(each.id, token, version, its_score, reason, of_prompt))
             if reason:
                 self.cancel(each.id)
         return outputs

@@ -38,6 +38,11 @@ class Sleeper:
         self._model, self._kv = model, kv
         self.level = AWAKE
 
+    @property
+    def has_weights(self) -> bool:
+        """Whether there are weights that a part could be replaced of."""
+        return self.level != WITHOUT_WEIGHTS
+
     def require_awake(self) -> None:
         """Raise `serve/asleep` unless requests can be computed."""
         if self.level != AWAKE:

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from phalanx.action import Action, Compute, Program
-from phalanx.engines.serve.engine import ServeEngine, StepResult
+from phalanx.engines.serve.engine import ServeEngine
 from phalanx.engines.serve.settings import Request
-from phalanx.errors import PlanError
+from phalanx.engines.serve.step import StepResult
+from phalanx.errors import PhalanxError, PlanError
 from phalanx.mesh import Mesh
 from phalanx.policy import Event, View
 from phalanx.trace import Trace, TraceBuilder
@@ -36,6 +37,10 @@ class Inbox(Protocol):
 
     def deliver(self, result: StepResult) -> None:
         """A step ended."""
+        ...
+
+    def refuse(self, request: int, error: PhalanxError) -> None:
+        """The engine did not accept a request: its sender hears why, others notice nothing."""
         ...
 
 
@@ -143,6 +148,14 @@ class EngineWorld:
         if isinstance(message, Cancel):
             known = self._engine.cancel(message.request)
             return [Event(kind="cancel", time_s=now_s, item=message.request)] if known else []
-        self._engine.add(message)
-        data = {"prompt_len": len(message.tokens), "max_new": message.sampling.max_new}
+        try:
+            self._engine.add(message)
+        except PhalanxError as error:
+            self._inbox.refuse(message.id, error)
+            return []
+        data = {
+            "prompt_len": len(message.tokens),
+            "max_new": message.sampling.max_new,
+            "adapter": self._engine.adapter_slot(message.id),
+        }
         return [Event(kind="arrive", time_s=now_s, item=message.id, data=data)]
