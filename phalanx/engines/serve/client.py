@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import json
-import socket
-import sys
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from phalanx.engines.serve.commands import Commands
+from phalanx.engines.serve.metrics import RequestTimes, ServeMetrics
 from phalanx.engines.serve.settings import Sampling, ServeSettings, TokenScore
-from phalanx.engines.serve.wire import encode, error_from_json
-from phalanx.errors import JobError, PhalanxError, WorldError
+from phalanx.engines.serve.supervisor import Supervisor
+from phalanx.engines.serve.wire import error_from_json
+from phalanx.errors import JobError, PhalanxError, WorldError, nearest_names
 
-_LINE_BYTES = 1 << 28
-_PING_S = 1.0
-_CLOSE_S = 10.0
+_DRAIN_TICK_S = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +40,7 @@ class TokenStream:
 
     def __init__(self, client: EngineClient, request: int) -> None:
         self._client, self.request = client, request
+        self.times = RequestTimes(client.metrics)
         self._queue: asyncio.Queue[Delta | PhalanxError] = asyncio.Queue()
 
     def put(self, item: Delta | PhalanxError) -> None:
@@ -58,30 +56,33 @@ class TokenStream:
             if item.reason:
                 return
 
-    def close(self) -> None:
-        """Cancel the request unless it has ended; its KV is freed."""
-        self._client.cancel(self.request)
+    def close(self, reason: str = "cancelled") -> None:
+        """Cancel the request unless it has ended; its KV is freed.
+
+        Args:
+            reason: "cancelled", or "stop" when its reader found a reason to stop.
+        """
+        self._client.cancel(self.request, reason)
 
 
 class EngineClient:
-    """A running engine process.
+    """A running engine process, started again when it ends.
 
     Attributes:
-        ready: what the engine said when it was ready.
-        counters: what it said last.
+        counters: what the engine said last of itself.
+        metrics: what a monitoring system asks for.
     """
 
     def __init__(self, settings: ServeSettings) -> None:
         self.settings = settings
-        self.ready: dict[str, Any] = {}
         self.counters: dict[str, int] = {}
-        self.error: PhalanxError | None = None
+        self.metrics = ServeMetrics()
+        self._supervisor = Supervisor(settings, self, self.metrics.restarts.inc)
+        self._commands = Commands(self._supervisor.send, settings.adapters)
         self._streams: dict[int, TokenStream] = {}
-        self._updates: list[asyncio.Future[str]] = []
+        self._computed: set[int] = set()  # requests of the last step
         self._next_request = 0
-        self._heard_s = 0.0
-        self._is_pinged = False
-        self._tasks: list[asyncio.Task[None]] = []
+        self._is_draining = False
 
     @classmethod
     async def start(cls, settings: ServeSettings) -> EngineClient:
@@ -92,71 +93,92 @@ class EngineClient:
             WorldError: `serve/engine` when it ended without a word.
         """
         client = cls(settings)
-        ours, theirs = socket.socketpair()
-        try:
-            client._process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "phalanx.engines.serve.core", str(theirs.fileno())),
-                pass_fds=(theirs.fileno(),),
-                stdin=asyncio.subprocess.DEVNULL,
-                start_new_session=True,  # an interrupt is the front end's; the core sees its end
-            )
-        finally:
-            theirs.close()
-        client._reader, client._writer = await asyncio.open_connection(sock=ours, limit=_LINE_BYTES)
-        client._send(settings.to_dict())
-        try:
-            await client._await_ready()
-        except BaseException:
-            with contextlib.suppress(ProcessLookupError):
-                client._process.kill()  # while it loads it does not look at its socket
-            await client.close()
-            raise
-        client._tasks = [asyncio.create_task(client._read()), asyncio.create_task(client._ping())]
+        await client._supervisor.start()
         return client
 
-    async def _await_ready(self) -> None:
-        line = await self._reader.readline()
-        if not line:
-            raise await self._death()
-        message = json.loads(line)
-        if message["kind"] == "failed":
-            raise error_from_json(message["error"])
-        self.ready, self._heard_s = message, time.monotonic()
+    # ---- what it is ------------------------------------------------------------------------------
 
-    # ---- requests --------------------------------------------------------------------------------
+    @property
+    def ready(self) -> dict[str, Any]:
+        """What the engine said when it was ready; "weight_version" is kept up to date."""
+        return self._supervisor.ready
+
+    @property
+    def state(self) -> str:
+        """ "starting", "ready", "asleep", "draining" or "down" (for ever)."""
+        if self._is_draining and self._supervisor.state != "down":
+            return "draining"
+        return "asleep" if self.is_asleep else self._supervisor.state
+
+    @property
+    def is_asleep(self) -> bool:
+        """Whether the engine sleeps or is about to."""
+        return self._supervisor.state == "ready" and self._commands.asleep > 0
+
+    @property
+    def adapters(self) -> dict[str, str]:
+        """Name -> folder of the adapters that are served."""
+        return self._commands.adapters
+
+    @property
+    def weight_version(self) -> str:
+        """Of the base."""
+        return self.ready["weight_version"]
 
     @property
     def num_live(self) -> int:
         """Requests that have not ended."""
         return len(self._streams)
 
+    @property
+    def has_work(self) -> bool:
+        """Whether the engine could compute something now."""
+        return bool(self._streams) and not self._commands.num_pending and not self.is_asleep
+
+    # ---- requests --------------------------------------------------------------------------------
+
     def require_room(self, num_requests: int) -> None:
-        """Raise `serve/busy` when the queue has no room for so many, `serve/engine` if it ended."""
-        if self.error is not None:
-            raise self.error
+        """Raise what keeps so many further requests from being accepted.
+
+        Raises:
+            WorldError: `serve/engine` while the server drains or its engine makes no progress,
+                `serve/asleep`, `serve/busy` when the queue has no room.
+        """
+        if self._is_draining:
+            rule = "is being stopped and takes no new requests"
+            self._refuse(WorldError("serve/engine", "server", None, rule))
+        if (complaint := self._supervisor.complaint()) is not None:
+            self._refuse(complaint)
+        if self.is_asleep:
+            rule = "sleeps; wake it first"
+            self._refuse(WorldError("serve/asleep", "engine", None, rule))
         limit = self.settings.max_running + self.settings.max_queued
         if self.num_live + num_requests > limit:
             rule = f"the queue is full: at most {limit} requests run or wait; try again later"
-            raise WorldError("serve/busy", "requests", self.num_live, rule)
+            self._refuse(WorldError("serve/busy", "requests", self.num_live, rule))
 
     def require_length(self, prompt_len: int, max_new: int) -> None:
         """Raise `serve/request` for what cannot fit into the context, naming the numbers."""
         limit = self.settings.max_tokens
         if prompt_len < 1:
-            raise JobError("serve/request", "prompt", prompt_len, "must have at least one token")
+            rule = "must have at least one token"
+            self._refuse(JobError("serve/request", "prompt", prompt_len, rule))
         if prompt_len + max_new > limit:
             where = "prompt tokens + max_tokens"
             rule = f"at most {limit} tokens fit into the context of this server"
             value = f"{prompt_len} + {max_new}"
             legal = [f"max_tokens <= {limit - prompt_len}"] if prompt_len < limit else []
-            raise JobError("serve/request", where, value, rule, legal=legal)
+            self._refuse(JobError("serve/request", where, value, rule, legal=legal))
 
-    def submit(self, tokens: Sequence[int], sampling: Sampling) -> TokenStream:
+    def submit(self, tokens: Sequence[int], sampling: Sampling, adapter: str = "") -> TokenStream:
         """Start a request.
 
+        Args:
+            adapter: name of one of `adapters`; "" for the base.
+
         Raises:
-            JobError: `serve/request` for a prompt that cannot be served.
-            WorldError: `serve/busy`, `serve/engine`.
+            JobError: `serve/request` for a prompt that cannot be served, `serve/adapter`.
+            WorldError: as `require_room`.
         """
         self.require_room(1)
         self.require_length(len(tokens), sampling.max_new)
@@ -164,23 +186,35 @@ class EngineClient:
         for token in tokens:
             if not 0 <= token < size:
                 rule = f"is no token id of this model, which has {size}"
-                raise JobError("serve/request", "prompt", token, rule, legal=[0, size - 1])
+                self._refuse(JobError("serve/request", "prompt", token, rule, legal=[0, size - 1]))
+        if adapter and adapter not in self.adapters:
+            legal = nearest_names(adapter, self.adapters)
+            rule = "no such adapter is loaded"
+            self._refuse(JobError("serve/adapter", "adapter", repr(adapter), rule, legal=legal))
         self._next_request += 1
         stream = self._streams[self._next_request] = TokenStream(self, self._next_request)
-        self._send(
+        self._supervisor.send(
             {
                 "kind": "add",
                 "request": stream.request,
                 "tokens": list(tokens),
                 "sampling": asdict(sampling),
+                "adapter": adapter,
             }
         )
         return stream
 
-    def cancel(self, request: int) -> None:
+    def cancel(self, request: int, reason: str = "cancelled") -> None:
         """Forget a request; nothing happens when it has ended."""
-        if self._streams.pop(request, None) is not None and self.error is None:
-            self._send({"kind": "cancel", "request": request})
+        if (stream := self._streams.pop(request, None)) is not None:
+            stream.times.end(reason)
+            self._supervisor.send({"kind": "cancel", "request": request})
+
+    def _refuse(self, error: PhalanxError) -> None:
+        self.metrics.refused.labels(error.code).inc()
+        raise error
+
+    # ---- commands --------------------------------------------------------------------------------
 
     async def update_weights(self, folder: str, version: str) -> str:
         """Replace the weights in place between two steps; the version that is served then.
@@ -188,86 +222,133 @@ class EngineClient:
         Raises:
             JobError: what is wrong with the folder; the old weights stay.
         """
-        self.require_room(0)
-        done: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._updates.append(done)
-        self._send({"kind": "update", "folder": folder, "version": version})
-        return await done
+        self._require_engine()
+        return await self._commands.update_weights(folder, version)
 
-    # ---- health ----------------------------------------------------------------------------------
+    async def load_adapter(self, name: str, folder: str) -> str:
+        """Serve an adapter, between two steps; its version.
+
+        Raises:
+            JobError: `serve/adapter` and what else is wrong with the folder.
+        """
+        self._require_engine()
+        return await self._commands.load_adapter(name, folder)
+
+    async def unload_adapter(self, name: str) -> None:
+        """Serve an adapter no more. Raises `serve/adapter` for one that is not loaded or in use."""
+        self._require_engine()
+        await self._commands.unload_adapter(name)
+
+    async def sleep(self, level: int, abort: bool = False) -> None:
+        """Give memory back: the KV cache (1), or weights too (2).
+
+        Args:
+            abort: open requests end with an error; otherwise they keep the engine awake.
+
+        Raises:
+            WorldError: `serve/asleep` when requests are open.
+        """
+        self._require_engine()
+        if self._streams and not abort:
+            rule = "run or wait; end them or let them end first"
+            raise WorldError("serve/asleep", "requests", self.num_live, rule)
+        for stream in list(self._streams.values()):
+            self.cancel(stream.request, "error")
+            rule = "was ended because the engine was sent to sleep"
+            stream.put(WorldError("serve/asleep", "request", None, rule))
+        await self._commands.sleep(level)
+
+    async def wake(self) -> None:
+        """Take the memory again; requests are served from then on."""
+        self._require_engine()
+        await self._commands.wake()
+
+    def _require_engine(self) -> None:
+        if (complaint := self._supervisor.complaint()) is not None:
+            raise complaint
+
+    # ---- health and the end ----------------------------------------------------------------------
 
     def require_progress(self) -> None:
-        """Raise `serve/engine` when the engine ended or its loop stands still."""
-        if self.error is not None:
-            raise self.error
-        silent_s = time.monotonic() - self._heard_s
-        if silent_s > self.settings.stall_s:
-            rule = f"the engine's loop must answer within {self.settings.stall_s:g} s"
-            raise WorldError("serve/engine", "seconds without progress", f"{silent_s:.1f}", rule)
+        """Raise `serve/engine` unless the engine makes progress and the server stays."""
+        if self._is_draining:
+            raise WorldError("serve/engine", "server", None, "is being stopped")
+        self._require_engine()
+
+    async def until_down(self) -> PhalanxError:
+        """Wait until no engine process will be started any more; why."""
+        await self._supervisor.down.wait()
+        complaint = self._supervisor.complaint()
+        assert complaint is not None
+        return complaint
+
+    async def drain(self, seconds: float) -> None:
+        """Take no new requests and wait until the open ones have ended, at most `seconds`."""
+        self._is_draining = True
+        self._supervisor.may_restart = False
+        end_s = time.monotonic() + seconds
+        while self._streams and time.monotonic() < end_s:
+            await asyncio.sleep(_DRAIN_TICK_S)
 
     async def close(self) -> None:
         """End the process; open requests get an error."""
-        for task in self._tasks:
-            task.cancel()
-        self._writer.close()
-        with contextlib.suppress(ConnectionError):
-            await self._writer.wait_closed()
-        try:
-            await asyncio.wait_for(self._process.wait(), _CLOSE_S)
-        except TimeoutError:
-            self._process.kill()
-            await self._process.wait()
-        self._fail(WorldError("serve/engine", "engine", None, "was stopped"))
+        self._is_draining = True
+        self._fail_all(WorldError("serve/engine", "engine", None, "was stopped"))
+        await self._supervisor.close()
+
+    # ---- what the supervisor calls ---------------------------------------------------------------
+
+    def hear(self, message: Mapping[str, Any]) -> None:
+        """A message of the engine."""
+        kind = message["kind"]
+        if kind == "step":
+            self._deliver(message)
+        elif kind == "rejected":
+            self._end(message["request"], error_from_json(message["error"]))
+        elif kind in ("done", "refused"):
+            if kind == "done":
+                self.ready["weight_version"] = message["weight_version"]
+            self._commands.hear(message)
+        if message.get("counters"):
+            self.counters = message["counters"]
+            self._computed &= self._streams.keys()
+            self.metrics.absorb(self.counters, len(self._computed), self.num_live)
+
+    def lose(self, error: PhalanxError) -> None:
+        """The engine process is gone, and all that it held."""
+        self._fail_all(error)
+        self.metrics.new_engine()
+
+    async def restore(self) -> None:
+        """Bring a new engine process to where the old one was."""
+        await self._commands.restore()
 
     # ---- inside ----------------------------------------------------------------------------------
 
-    def _send(self, message: Mapping[str, Any]) -> None:
-        self._writer.write(encode(message))
-
-    async def _ping(self) -> None:
-        while True:
-            await asyncio.sleep(_PING_S)
-            if not self._is_pinged:
-                self._is_pinged = True
-                self._send({"kind": "ping"})
-
-    async def _read(self) -> None:
-        while line := await self._reader.readline():
-            message = json.loads(line)
-            self._heard_s = time.monotonic()
-            kind = message["kind"]
-            if kind == "step":
-                self.counters = message["counters"]
-                self._deliver(message)
-            elif kind == "pong":
-                self._is_pinged, self.counters = False, message["counters"]
-            elif kind == "updated":
-                self._updates.pop(0).set_result(message["weight_version"])
-            elif kind == "refused":
-                self._updates.pop(0).set_exception(error_from_json(message["error"]))
-        self._fail(await self._death())
-
     def _deliver(self, message: Mapping[str, Any]) -> None:
-        version = message["weight_version"]
-        for request, token, score, reason, prompt_scores in message["outputs"]:
+        now_s = time.monotonic()
+        self._computed = set(message["requests"])
+        for request in self._computed & self._streams.keys():
+            self._streams[request].times.start(now_s - message["step_s"])
+        for request, token, score, reason, prompt_scores, version in message["outputs"]:
             stream = self._streams.get(request)
             if stream is None:
                 continue  # cancelled meanwhile
+            stream.times.token(now_s)
             if reason:
                 del self._streams[request]
+                stream.times.end(reason)
+                self._supervisor.num_in_a_row = 0
             stream.put(Delta(token, reason, version, score, prompt_scores))
 
-    async def _death(self) -> WorldError:
-        code = await self._process.wait()
-        cause = f"signal {-code}" if code < 0 else f"exit code {code}"
-        rule = f"the engine process ended with {cause}; its last words are on stderr"
-        return WorldError("serve/engine", "engine", None, rule)
-
-    def _fail(self, error: PhalanxError) -> None:
-        self.error = error
-        for stream in self._streams.values():
+    def _end(self, request: int, error: PhalanxError) -> None:
+        if (stream := self._streams.pop(request, None)) is not None:
+            stream.times.end("error")
             stream.put(error)
-        self._streams.clear()
-        for update in self._updates:
-            if not update.done():
-                update.set_exception(error)
+
+    def _fail_all(self, error: PhalanxError) -> None:
+        for request in list(self._streams):
+            self._end(request, error)
+        self._computed.clear()
+        self._commands.fail(error)
+        self.metrics.absorb(self.counters, 0, 0)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import socket
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from phalanx.doctor.machine import cgroup_memory_bytes, memory_bytes
 from phalanx.drive import drive
 from phalanx.engines.serve.engine import Output, ServeEngine, StepResult
+from phalanx.engines.serve.heartbeat import Heartbeat
 from phalanx.engines.serve.kv import KvLimits, PagedKv, sliding_bytes, token_bytes
 from phalanx.engines.serve.model import PackedDecoder
 from phalanx.engines.serve.settings import Request, Sampling, ServeSettings
@@ -101,6 +103,7 @@ class SocketInbox:
 
     def __init__(self, lines: LineSocket, engine: ServeEngine) -> None:
         self._lines, self._engine = lines, engine
+        self._since_s = time.monotonic()
 
     def receive(self, wait: bool) -> list[Request | Cancel] | None:
         while True:
@@ -109,6 +112,7 @@ class SocketInbox:
                 return None
             found = [each for message in messages if (each := self._read(message)) is not None]
             if found or not wait:
+                self._since_s = time.monotonic()
                 return found
 
     def deliver(self, result: StepResult) -> None:
@@ -117,19 +121,23 @@ class SocketInbox:
             {
                 "kind": "step",
                 "outputs": [self._row(each) for each in result.outputs],
+                "requests": list(result.requests),
+                "step_s": time.monotonic() - self._since_s,
                 "weight_version": engine.weight_version,
-                "counters": self._counters(len(result.requests)),
+                "counters": self.counters(),
             }
         )
 
     def _row(self, output: Output) -> Sequence[Any]:
-        return output.request, output.token, output.score, output.reason, output.prompt_scores
+        version = self._engine.weight_version
+        scores = output.prompt_scores
+        return output.request, output.token, output.score, output.reason, scores, version
 
-    def _counters(self, num_running: int) -> dict[str, int]:
+    def counters(self) -> dict[str, int]:
+        """What the engine has done and holds; the heartbeat asks from another thread."""
         engine = self._engine
         return {
             "steps": engine.num_steps,
-            "running": num_running,
             "live": len(engine.requests),
             "free_blocks": engine.facts["free_blocks"],
             "num_blocks": engine.facts["num_blocks"],
@@ -147,12 +155,11 @@ class SocketInbox:
         if kind == "cancel":
             return Cancel(message["request"])
         if kind == "update":
-            self._update(message["folder"], message["version"])
-        elif kind == "ping":
-            self._lines.send({"kind": "pong", "counters": self._counters(0)})
+            with self._lines.long_work():
+                self._update(message["number"], message["folder"], message["version"])
         return None
 
-    def _update(self, folder: str, version: str) -> None:
+    def _update(self, number: int, folder: str, version: str) -> None:
         """Replace the weights; a folder of another model is refused before anything changes."""
         engine = self._engine
         try:
@@ -162,9 +169,11 @@ class SocketInbox:
                 raise JobError("model/tensor", "update_weights", folder, rule)
             engine.update_weights(read_tensors(folder, engine.model.names), version)
         except PhalanxError as error:
-            self._lines.send({"kind": "refused", "error": error_to_json(error)})
+            refusal = {"kind": "refused", "number": number, "error": error_to_json(error)}
+            self._lines.send(refusal)
         else:
-            self._lines.send({"kind": "updated", "weight_version": engine.weight_version})
+            version = engine.weight_version
+            self._lines.send({"kind": "done", "number": number, "weight_version": version})
 
 
 def main(descriptor: int) -> int:
@@ -174,18 +183,26 @@ def main(descriptor: int) -> int:
     if first is None:
         return 1
     settings = ServeSettings(**first[0])
+    heartbeat = Heartbeat(lines)
     if settings.threads:
         torch.set_num_threads(settings.threads)
     try:
         policy = build("serve", settings.scheduler, "plan.serve")
         engine = make_engine(settings)
-        world = EngineWorld(engine, SocketInbox(lines, engine), job=settings.model_name)
+        inbox = SocketInbox(lines, engine)
+        world = EngineWorld(engine, inbox, job=settings.model_name)
         policy.start(world.view("engine"))  # options beyond the engine's limits are told now
     except PhalanxError as error:
         lines.send({"kind": "failed", "error": error_to_json(error)})
         return error.exit_code
     lines.send(describe(engine, settings))
-    drive(world, reacts=[policy])
+    heartbeat.watch(inbox.counters)
+    try:
+        drive(world, reacts=[policy])
+    except PhalanxError as error:
+        print(error.sentence(), file=sys.stderr, flush=True)
+        lines.send({"kind": "failed", "error": error_to_json(error)})
+        return 3
     return 0
 
 

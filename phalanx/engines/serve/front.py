@@ -2,15 +2,23 @@
 
 `serve` runs it in this process. `python -m phalanx.engines.serve.front` is what `start_server`
 runs: settings on standard input, one line on standard output when it listens, end of input ends it.
+
+A signal (interrupt, SIGTERM) drains: /health and new requests are answered with 503, those that run
+get `DRAIN_S` to end; a second signal ends at once. When the engine cannot be kept running, 503 is
+answered for some seconds more, then the process ends with what was wrong.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import signal
 import socket
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any
 
 import uvicorn
@@ -23,7 +31,10 @@ from phalanx.engines.serve.wire import encode, error_to_json
 from phalanx.errors import JobError, PhalanxError
 from phalanx.units import format_bytes
 
-_DRAIN_S = 5
+DRAIN_S = 20.0
+_PROGRAM_DRAIN_S = 5.0  # when the program that started it ends it
+_DOWN_S = 5.0
+_FLUSH_S = 5
 
 
 def listen(settings: ServeSettings) -> socket.socket:
@@ -57,6 +68,34 @@ def sentence(settings: ServeSettings, url: str, ready: dict[str, Any]) -> str:
     )
 
 
+class _Server(uvicorn.Server):
+    """uvicorn without its way with signals, which closes the address at once."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.signalled = asyncio.Event()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        if threading.current_thread() is not threading.main_thread():
+            yield  # signals are the main thread's
+            return
+        loop = asyncio.get_running_loop()
+        signals = (signal.SIGINT, signal.SIGTERM)
+        for each in signals:
+            loop.add_signal_handler(each, self.handle_exit, each, None)
+        try:
+            yield
+        finally:
+            for each in signals:
+                loop.remove_signal_handler(each)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self.signalled.is_set():
+            self.should_exit = self.force_exit = True
+        self.signalled.set()
+
+
 async def serve(
     settings: ServeSettings,
     announce: Callable[[str, str], None],
@@ -72,6 +111,7 @@ async def serve(
     Raises:
         JobError: as `require_servable` and `listen`, before any process starts; then as
             `EngineClient.start`.
+        WorldError: `serve/engine` when the engine ended too often in a row.
     """
     require_servable(settings)
     tokeniser = Tokeniser(settings.folder)
@@ -87,24 +127,47 @@ async def serve(
         create_app(client, tokeniser),
         log_level="warning",
         access_log=False,
-        timeout_graceful_shutdown=_DRAIN_S,
+        timeout_graceful_shutdown=_FLUSH_S,
         lifespan="off",
     )
-    server = uvicorn.Server(config)
+    server = _Server(config)
     running = asyncio.create_task(server.serve(sockets=[sock]))
     try:
         while not server.started and not running.done():
             await asyncio.sleep(0.01)
         announce(url, sentence(settings, url, client.ready))
-        if until_end_of_input:
-            await asyncio.wait(
-                (running, asyncio.create_task(_end_of_input())),
-                return_when=asyncio.FIRST_COMPLETED,
-            )
-            server.should_exit = True
-        await running
+        await _until_end(server, running, client, until_end_of_input)
     finally:
         await client.close()
+        server.should_exit = True
+        await running
+
+
+async def _until_end(
+    server: _Server, running: asyncio.Task[None], client: EngineClient, until_end_of_input: bool
+) -> None:
+    """Wait for a reason to end, and let open requests end.
+
+    Raises:
+        WorldError: `serve/engine` when the engine is the reason.
+    """
+    signalled = asyncio.create_task(server.signalled.wait())
+    down = asyncio.create_task(client.until_down())
+    waits: list[asyncio.Task[Any]] = [running, signalled, down]
+    if until_end_of_input:
+        waits.append(asyncio.create_task(_end_of_input()))
+    try:
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        if down.done():
+            await asyncio.wait((running, signalled), timeout=_DOWN_S)
+            raise down.result()
+        drain_s = DRAIN_S if signalled.done() else _PROGRAM_DRAIN_S
+        draining = asyncio.create_task(client.drain(drain_s))
+        waits.append(draining)
+        await asyncio.wait((running, draining), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in waits[1:]:
+            task.cancel()
 
 
 async def _end_of_input() -> None:
