@@ -1,0 +1,76 @@
+"""Clusters as a user names them: "2xH100,8xH100,v5p-8"."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from phalanx.cost.cluster_step import DeviceRates
+from phalanx.errors import JobError
+from phalanx.hardware import Cluster, Machine, machine_names, parse_cluster
+
+MOST_CLUSTERS = 32
+
+
+@dataclass(frozen=True)
+class AskedCluster:
+    """A cluster and what the user called it.
+
+    Attributes:
+        note: how the name was read, where that is not plain.
+    """
+
+    text: str
+    cluster: Cluster
+    note: str = ""
+
+
+def asked_clusters(text: str) -> list[AskedCluster]:
+    """Clusters separated by commas.
+
+    Raises:
+        JobError: `job/bad-value` for "here", an empty or a very long list, one named twice; from
+            `parse_cluster`.
+    """
+    names = [name.strip() for name in text.split(",")]
+    if not all(names) or len(names) > MOST_CLUSTERS:
+        rule = f"must be 1 to {MOST_CLUSTERS} clusters separated by commas"
+        raise JobError(
+            "job/bad-value", "--on", repr(text[:60]), rule, legal=["2xh100,8xh100,v5p-8"]
+        )
+    found: dict[Cluster, AskedCluster] = {}
+    for name in names:
+        if name.lower() == "here":
+            rule = "name a cluster; `phalanx run` plans for this machine and measures it first"
+            legal = [f"8x{each}" for each in machine_names()]
+            raise JobError("job/bad-value", "plan.on", "here", rule, legal=legal)
+        cluster = parse_cluster(name)
+        if cluster in found:
+            rule = f"is the same as {found[cluster].text}"
+            raise JobError("job/bad-value", "--on", name, rule)
+        found[cluster] = AskedCluster(name, cluster, _note(name, cluster))
+    return list(found.values())
+
+
+def _note(name: str, cluster: Cluster) -> str:
+    cores = cluster.machine.cores_per_device
+    if name.partition("-")[0].lower() == cluster.machine.name and cores > 1 and "-" in name:
+        return f"{name} counts TensorCores, {cores} to a chip: {cluster.num_devices} chips"
+    return ""
+
+
+def device_rates(machine: Machine, matmul_gain: float = 1.0) -> DeviceRates:
+    """The rates that prices are made from.
+
+    Args:
+        matmul_gain: of another precision than bf16.
+    """
+    return DeviceRates(
+        flops_per_s=machine.matmul.value * matmul_gain,
+        memory_bytes_per_s=machine.memory_bandwidth.value,
+        launch_s=machine.launch_overhead.value,
+        devices_per_domain=machine.devices_per_domain,
+        link_bytes_per_s=machine.link_bandwidth.value,
+        link_latency_s=machine.link_latency.value,
+        network_bytes_per_s=machine.network_bandwidth.value,
+        network_latency_s=machine.network_latency.value,
+    )
