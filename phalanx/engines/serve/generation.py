@@ -1,26 +1,38 @@
-"""One choice of a completion: from the engine's tokens to text, with stop strings and scores."""
+"""The choices of a request: from the engine's tokens to text, with stop strings and scores."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from phalanx.engines.serve.client import Delta, EngineClient
-from phalanx.engines.serve.protocol import Completion
+from phalanx.engines.serve.protocol import Asked, Prompt
 from phalanx.engines.serve.settings import TokenScore
 from phalanx.engines.serve.text import StopFinder, TextStream, Tokeniser
+from phalanx.errors import PhalanxError
+
+_IMPOSSIBLE = -9999.0
 
 
 @dataclass(slots=True)
 class Piece:
-    """A part of a choice: text and tokens of it, and the reason when it is the last."""
+    """A part of a choice: text and tokens of it, and the reason when it is the last.
+
+    Attributes:
+        weight_versions: of the weights that made each output token.
+    """
 
     text: str = ""
     tokens: list[int] = field(default_factory=list)
     scores: list[TokenScore | None] = field(default_factory=list)
     reason: str = ""
-    weight_version: str = ""
+    weight_versions: list[str] = field(default_factory=list)
+
+    @property
+    def weight_version(self) -> str:
+        """Of the last token ("" when there is none)."""
+        return self.weight_versions[-1] if self.weight_versions else ""
 
 
 class Choice:
@@ -30,96 +42,198 @@ class Choice:
         index: its place in the answer.
         asked: the request.
         prompt: token ids.
+        adapter: that computes it ("": none).
 
     Attributes:
         num_output: output tokens so far.
+        prompt_scores: of the prompt's tokens from the second on, where asked for.
     """
 
     def __init__(
         self,
         index: int,
-        asked: Completion,
+        asked: Asked,
         prompt: Sequence[int],
         client: EngineClient,
         tokeniser: Tokeniser,
+        adapter: str,
     ) -> None:
         self.index, self.prompt, self.num_output = index, list(prompt), 0
+        self.prompt_scores: Sequence[TokenScore] = ()
         self._asked, self._tokeniser = asked, tokeniser
-        self._stream = client.submit(self.prompt, asked.sampling_of(index))
-        self._text = TextStream(tokeniser, self.prompt)
-        self._stops = StopFinder(asked.stops)
-        self._offset = 0
+        sampling = asked.sampling_of(index, max_new_of(asked, prompt, client))
+        self._stream = client.submit(self.prompt, sampling, adapter)
+        self._text = TextStream(tokeniser, self.prompt, skip_special=asked.skip_special)
+        self._stops = StopFinder(asked.stops, keep=asked.include_stop)
 
     def close(self) -> None:
         """Cancel it unless it has ended."""
-        self._stream.close()
+        self._stream.close("stop" if self._stops.found else "cancelled")
 
     async def pieces(self) -> AsyncIterator[Piece]:
         """The parts, one per output token; the prompt first when it is to be echoed."""
         try:
             async for delta in self._stream:
-                if self._asked.echo and not self.num_output:
-                    yield self._prompt_piece(delta)
+                if not self.num_output:
+                    self.prompt_scores = [_finite(each) for each in delta.prompt_scores or ()]
+                    if self._asked.echo:
+                        yield self._prompt_piece()
                 self.num_output += 1
                 piece = self._piece(delta)
-                if self._asked.wants_output:
+                if self._asked.max_new != 0:
                     yield piece
                 elif piece.reason:
                     self.num_output = 0
-                    yield Piece(reason="length", weight_version=delta.weight_version)
+                    yield Piece(reason="length", weight_versions=piece.weight_versions)
                 if piece.reason:
                     return
         finally:
             self.close()
 
-    def _prompt_piece(self, delta: Delta) -> Piece:
-        scores = [None, *(delta.prompt_scores or [])]
-        text = self._tokeniser.decode(self.prompt)
-        return Piece(text, list(self.prompt), scores, "", delta.weight_version)
+    def _prompt_piece(self) -> Piece:
+        scores = [None, *self.prompt_scores] if self.prompt_scores else [None] * len(self.prompt)
+        text = self._tokeniser.decode(self.prompt, skip_special=self._asked.skip_special)
+        return Piece(text, list(self.prompt), scores)
 
     def _piece(self, delta: Delta) -> Piece:
-        text = self._stops.push("" if delta.reason == "stop" else self._text.push(delta.token))
+        is_end = delta.reason == "stop" and not self._asked.include_stop
+        text = "" if is_end else self._text.push(delta.token)
+        # before `min_new` tokens a stop string is text like any other
+        if self.num_output > self._asked.sampling.min_new:
+            text = self._stops.push(text)
         reason = "stop" if self._stops.found else delta.reason
         if delta.reason and not self._stops.found:
             text += self._stops.push(self._text.flush()) + self._stops.flush()
-        return Piece(text, [delta.token], [delta.score], reason, delta.weight_version)
+            reason = "stop" if self._stops.found else reason
+        scores = [None if delta.score is None else _finite(delta.score)]
+        return Piece(text, [delta.token], scores, reason, [delta.weight_version])
 
-    def to_json(self, piece: Piece) -> dict[str, Any]:
-        """The piece as an element of `choices`."""
-        table: dict[str, Any] = {
-            "index": self.index,
-            "text": piece.text,
-            "finish_reason": piece.reason or None,
-            "logprobs": self._logprobs(piece),
-        }
-        if self._asked.return_token_ids:
-            table["token_ids"] = piece.tokens
-        self._offset += len(piece.text)
-        return table
 
-    def _logprobs(self, piece: Piece) -> dict[str, Any] | None:
-        if self._asked.sampling.num_logprobs is None:
-            return None
-        spelt = [self._spell(token) for token in piece.tokens]
-        offsets, at = [], self._offset
-        for text in spelt:
-            offsets.append(at)
-            at += len(text)
-        num_best = self._asked.sampling.num_logprobs
-        return {
-            "tokens": spelt,
-            "token_logprobs": [None if score is None else score[0] for score in piece.scores],
-            "top_logprobs": [self._best(score, num_best) for score in piece.scores],
-            "text_offset": offsets,
-        }
+class Generation:
+    """All choices of a request, or none of them.
 
-    def _best(self, score: TokenScore | None, num_best: int) -> dict[str, float] | None:
-        if score is None:
-            return None
-        return {self._spell(t): p for t, p in list(zip(score[1], score[2]))[:num_best]}
+    Args:
+        asked: the request.
+        prompts: its prompts as token ids.
+        adapter: that computes it ("": none).
 
-    def _spell(self, token: int) -> str:
-        return self._tokeniser.decode([token], skip_special=False) or f"token_id:{token}"
+    Raises:
+        JobError: `serve/request` for a prompt that cannot be served.
+        WorldError: `serve/busy`, `serve/engine`, `serve/asleep`.
+    """
+
+    def __init__(
+        self,
+        asked: Asked,
+        prompts: Sequence[Sequence[int]],
+        client: EngineClient,
+        tokeniser: Tokeniser,
+        adapter: str = "",
+    ) -> None:
+        self.asked, self.tokeniser = asked, tokeniser
+        self.choices: list[Choice] = []
+        client.require_room(len(prompts) * asked.num_each)
+        for prompt in prompts:
+            client.require_length(len(prompt), max_new_of(asked, prompt, client))
+        try:
+            for prompt in prompts:
+                for _ in range(asked.num_each):
+                    index = len(self.choices)
+                    self.choices.append(Choice(index, asked, prompt, client, tokeniser, adapter))
+        except PhalanxError:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Cancel what has not ended."""
+        for choice in self.choices:
+            choice.close()
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Each prompt once, however many choices it has."""
+        return sum(len(choice.prompt) for choice in self.choices[:: self.asked.num_each])
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Of all choices, so far."""
+        return sum(choice.num_output for choice in self.choices)
+
+    async def whole(self) -> list[Piece]:
+        """Every choice as one piece, once all have ended."""
+
+        async def joined(choice: Choice) -> Piece:
+            return join([piece async for piece in choice.pieces()])
+
+        tasks = [asyncio.create_task(joined(choice)) for choice in self.choices]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            self.close()
+
+    async def parts(self) -> AsyncIterator[tuple[Choice, Piece]]:
+        """The pieces of all choices as they come.
+
+        Raises:
+            PhalanxError: what ended a choice before its time; it ends the others.
+        """
+        queue: asyncio.Queue[tuple[Choice, Piece | PhalanxError | None]] = asyncio.Queue()
+
+        async def feed(choice: Choice) -> None:
+            try:
+                async for piece in choice.pieces():
+                    queue.put_nowait((choice, piece))
+                queue.put_nowait((choice, None))
+            except PhalanxError as error:
+                queue.put_nowait((choice, error))
+
+        tasks = [asyncio.create_task(feed(choice)) for choice in self.choices]
+        try:
+            num_open = len(tasks)
+            while num_open:
+                choice, item = await queue.get()
+                if isinstance(item, PhalanxError):
+                    raise item
+                if item is None:
+                    num_open -= 1
+                else:
+                    yield choice, item
+        finally:
+            for task in tasks:
+                task.cancel()
+            self.close()
+
+
+def max_new_of(asked: Asked, prompt: Sequence[int], client: EngineClient) -> int:
+    """Output tokens at most: as asked for, or as many as the context has room for."""
+    if asked.max_new is None:
+        return max(1, client.settings.max_tokens - len(prompt))
+    return max(1, asked.max_new)
+
+
+async def tokens_of(
+    prompt: Prompt, asked: Asked, client: EngineClient, tokeniser: Tokeniser
+) -> list[int]:
+    """A prompt as token ids, cut to its end where asked for."""
+    if isinstance(prompt, str):
+        # encoding long texts takes long enough to hold up the streams of others
+        encode = tokeniser.encode
+        tokens = await asyncio.to_thread(encode, prompt, add_special=asked.add_special)
+    else:
+        tokens = list(prompt)
+    if asked.truncate is None:
+        return tokens
+    room = client.settings.max_tokens - max(1, asked.max_new or 1)
+    keep = max(0, room) if asked.truncate < 0 else asked.truncate
+    return tokens[len(tokens) - keep :] if keep < len(tokens) else tokens
+
+
+def _finite(score: TokenScore) -> TokenScore:
+    """JSON has no infinity: what cannot come gets the interface's smallest number."""
+    own, tokens, best = score
+    return max(own, _IMPOSSIBLE), tokens, [max(each, _IMPOSSIBLE) for each in best]
 
 
 def join(pieces: Sequence[Piece]) -> Piece:
@@ -130,5 +244,5 @@ def join(pieces: Sequence[Piece]) -> Piece:
         whole.tokens += piece.tokens
         whole.scores += piece.scores
         whole.reason = whole.reason or piece.reason
-        whole.weight_version = piece.weight_version
+        whole.weight_versions += piece.weight_versions
     return whole

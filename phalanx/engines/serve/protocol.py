@@ -1,203 +1,211 @@
-"""The OpenAI completions interface: what a body may hold, what an answer looks like. No torch."""
+"""What a request asks for, whichever route it came by; the completions interface. No torch."""
 
 from __future__ import annotations
 
-import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from phalanx.engines.serve.settings import MAX_LOGPROBS, Sampling
-from phalanx.errors import JobError, nearest_names
-
-MAX_CHOICES = 128
-_MAX_SEED = 2**63 - 1
-# Parameters of the interface that this server does not compute: only these values are accepted.
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "best_of": (None, 1),
-    "suffix": (None, ""),
-    "presence_penalty": (None, 0, 0.0),
-    "frequency_penalty": (None, 0, 0.0),
-    "repetition_penalty": (None, 1, 1.0),
-    "logit_bias": (None, {}),
-    "top_k": (None, 0, -1),
-    "min_p": (None, 0, 0.0),
-}
-_WITHOUT_EFFECT = ("user", "store", "metadata")
-_KNOWN = (
-    *("model", "prompt", "max_tokens", "temperature", "top_p", "n", "seed", "stop", "stream"),
-    *("stream_options", "logprobs", "echo", "ignore_eos", "stop_token_ids", "return_token_ids"),
-    *_NEUTRAL,
-    *_WITHOUT_EFFECT,
+from phalanx.engines.serve.parameters import (
+    COMMON,
+    MAX_CHOICES,
+    SAMPLING,
+    Table,
+    boolean,
+    num_logprobs,
+    only,
+    read,
+    text,
+    token_ids,
+    tokens_to_make,
+    whole,
+    wrong,
 )
+from phalanx.engines.serve.settings import Sampling
+
+Prompt = str | tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Completion:
-    """A request of `/v1/completions`.
+class Asked:
+    """A request for tokens.
 
     Attributes:
         prompts: texts or token ids; each gives `num_each` choices.
-        stops: strings that end the output and are not part of it.
-        wants_output: whether output tokens are part of the answer (max_tokens 0 with echo: not).
+        model: name that the client used (None: the base).
+        sampling: its `max_new` holds where `max_new` is not None.
+        max_new: output tokens at most (None: as many as fit; 0: only the prompt is echoed).
+        stops: strings that end the output and, unless `include_stop`, are not part of it.
+        add_special: whether the tokenizer adds its special tokens to a text.
+        skip_special: whether special tokens are left out of the text.
+        truncate: keep only so many tokens of the prompt's end (-1: as many as fit).
     """
 
-    prompts: tuple[str | tuple[int, ...], ...]
+    prompts: tuple[Prompt, ...]
     sampling: Sampling
+    max_new: int | None
+    model: str | None = None
     num_each: int = 1
     stops: tuple[str, ...] = ()
     stream: bool = False
     include_usage: bool = False
     echo: bool = False
     return_token_ids: bool = False
-    wants_output: bool = True
+    include_stop: bool = False
+    add_special: bool = True
+    skip_special: bool = True
+    truncate: int | None = None
+    prompt_logprobs: int | None = None
 
-    def sampling_of(self, choice: int) -> Sampling:
+    def sampling_of(self, choice: int, max_new: int) -> Sampling:
         """Choices of one prompt draw from different seeds."""
-        return replace(self.sampling, seed=self.sampling.seed + choice % self.num_each)
+        seed = self.sampling.seed + choice % self.num_each
+        return replace(self.sampling, seed=seed, max_new=max_new)
 
 
-def parse_completion(body: Any, served: str) -> Completion:
-    """Read the body of a request.
+COMPLETION: Table = COMMON | {
+    "prompt": (lambda name, value: _prompts(name, value), None),
+    "max_tokens": (whole(0, 2**31 - 1), 16),
+    "logprobs": (num_logprobs, None),
+    "echo": (boolean, False),
+    "add_special_tokens": (boolean, True),
+    "suffix": (only(""), None),
+}
+# Tokens in, tokens out.
+_GENERATE_SAMPLING: Table = SAMPLING | {
+    "max_tokens": (tokens_to_make, 16),
+    "logprobs": (num_logprobs, None),
+}
+GENERATE: Table = {
+    "prompt_token_ids": (token_ids, None),
+    "sampling": (lambda name, value: read(value, _GENERATE_SAMPLING, where=name), None),
+    "model": (text, None),
+    "stream": (boolean, False),
+}
+
+
+def parse_completion(body: Any) -> Asked:
+    """Read the body of `/v1/completions`.
 
     Args:
         body: what the JSON held.
-        served: name of the model.
 
     Raises:
         JobError: `serve/request` naming the parameter.
     """
-    if not isinstance(body, Mapping):
-        raise _wrong("body", type(body).__name__, "must be a JSON object")
-    for name, value in body.items():
-        if name not in _KNOWN:
-            raise _wrong(name, None, "no such parameter", nearest_names(name, _KNOWN))
-        if name in _NEUTRAL and value not in _NEUTRAL[name]:
-            raise _wrong(name, value, "is not supported by this server", _NEUTRAL[name][1:2])
-    if body.get("model") not in (None, served):
-        raise _wrong("model", body["model"], "is not served here", [served])
-    echo, logprobs = _boolean(body, "echo"), _whole(body, "logprobs", None, 0, MAX_LOGPROBS)
-    max_new = _whole(body, "max_tokens", 16, 0 if echo else 1, None)
-    stream_options = body.get("stream_options") or {}
-    if not isinstance(stream_options, Mapping):
-        raise _wrong("stream_options", stream_options, "must be an object")
-    prompts, num_each = _prompts(body.get("prompt")), _whole(body, "n", 1, 1, MAX_CHOICES)
-    if len(prompts) * num_each > MAX_CHOICES:
-        number = len(prompts) * num_each
-        raise _wrong("prompts times n", number, f"must be at most {MAX_CHOICES}", [MAX_CHOICES])
-    return Completion(
-        prompts=prompts,
-        sampling=Sampling(
-            max_new=max(1, max_new),
-            temperature=_number(body, "temperature", 1.0, 0.0, 100.0),
-            top_p=_number(body, "top_p", 1.0, 0.0, 1.0),
-            seed=_seed(body),
-            ignore_eos=_boolean(body, "ignore_eos"),
-            stop_tokens=_ids(body.get("stop_token_ids") or (), "stop_token_ids"),
-            num_logprobs=logprobs,
-            prompt_logprobs=logprobs if echo else None,
-        ),
-        num_each=num_each,
-        stops=_stops(body.get("stop")),
-        stream=_boolean(body, "stream"),
-        include_usage=_boolean(stream_options, "include_usage"),
+    values = read(body, COMPLETION)
+    prompts, echo, logprobs = values["prompt"], values["echo"], values["logprobs"]
+    if prompts is None:
+        raise wrong("prompt", None, _PROMPT_RULE)
+    if not echo:
+        tokens_to_make("max_tokens", values["max_tokens"])
+    if len(prompts) * values["n"] > MAX_CHOICES:
+        number = len(prompts) * values["n"]
+        raise wrong("prompts times n", number, f"must be at most {MAX_CHOICES}", [MAX_CHOICES])
+    return asked_of(
+        values,
+        prompts,
+        values["max_tokens"],
+        num_logprobs=logprobs,
+        score_prompt=logprobs if echo else None,
         echo=echo,
-        return_token_ids=_boolean(body, "return_token_ids"),
-        wants_output=max_new > 0,
+        add_special=values["add_special_tokens"],
     )
 
 
-def _wrong(where: str, value: object, rule: str, legal: Sequence[object] = ()) -> JobError:
-    shown = None if value is None else repr(value)[:100]
-    return JobError("serve/request", where, shown, rule, legal=legal)
+def parse_generate(body: Any) -> Asked:
+    """Read the body of `/generate`.
+
+    Raises:
+        JobError: `serve/request` naming the parameter.
+    """
+    values = read(body, GENERATE)
+    if values["prompt_token_ids"] is None:
+        raise wrong("prompt_token_ids", None, "must be a list of token ids")
+    inner = values["sampling"] or read({}, _GENERATE_SAMPLING)
+    of_text = {name: default for name, (_, default) in COMMON.items()}
+    whole_body = of_text | inner | {"model": values["model"], "stream": values["stream"]}
+    prompts, logprobs = (values["prompt_token_ids"],), inner["logprobs"]
+    return asked_of(whole_body, prompts, inner["max_tokens"], num_logprobs=logprobs)
 
 
-def _boolean(body: Mapping[str, Any], name: str) -> bool:
-    value = body.get(name)
-    if value is not None and not isinstance(value, bool):
-        raise _wrong(name, value, "must be true or false")
-    return bool(value)
+def asked_of(
+    values: Mapping[str, Any],
+    prompts: tuple[Prompt, ...],
+    max_new: int | None,
+    *,
+    num_logprobs: int | None,
+    score_prompt: int | None = None,
+    echo: bool = False,
+    add_special: bool = True,
+) -> Asked:
+    """The request, from parameters that are legal one by one.
+
+    Args:
+        values: of the table `COMMON`.
+        num_logprobs: most probable tokens to report per output token.
+        score_prompt: the same for an echoed prompt.
+
+    Raises:
+        JobError: `serve/request` for parameters that contradict each other.
+    """
+    options, least = values["stream_options"], values["min_tokens"]
+    if options is not None and not values["stream"]:
+        raise wrong("stream_options", None, "needs stream = true")
+    if values["stream"] and values["prompt_logprobs"] is not None:
+        raise wrong("prompt_logprobs", values["prompt_logprobs"], "cannot be streamed")
+    if max_new is not None and least > max(max_new, 1):
+        raise wrong("min_tokens", least, f"must be at most max_tokens, {max_new}", [max_new])
+    scored = [each for each in (values["prompt_logprobs"], score_prompt) if each is not None]
+    seed = uuid.uuid4().int >> 65 if values["seed"] is None else values["seed"]
+    sampling = Sampling(
+        max_new=max(1, max_new or 1),
+        temperature=values["temperature"],
+        top_p=values["top_p"],
+        top_k=values["top_k"],
+        min_p=values["min_p"],
+        seed=seed,
+        ignore_eos=values["ignore_eos"],
+        stop_tokens=values["stop_token_ids"],
+        num_logprobs=num_logprobs,
+        prompt_logprobs=max(scored) if scored else None,
+        presence_penalty=values["presence_penalty"],
+        frequency_penalty=values["frequency_penalty"],
+        repetition_penalty=values["repetition_penalty"],
+        logit_bias=values["logit_bias"],
+        min_new=least,
+    )
+    return Asked(
+        prompts=prompts,
+        sampling=sampling,
+        max_new=max_new,
+        model=values["model"],
+        num_each=values["n"],
+        stops=values["stop"],
+        stream=values["stream"],
+        include_usage=bool(options and options["include_usage"]),
+        echo=echo,
+        return_token_ids=values["return_token_ids"],
+        include_stop=values["include_stop_str_in_output"],
+        add_special=add_special,
+        skip_special=values["skip_special_tokens"],
+        truncate=values["truncate_prompt_tokens"],
+        prompt_logprobs=values["prompt_logprobs"],
+    )
 
 
-def _number(body: Mapping[str, Any], name: str, default: float, low: float, high: float) -> float:
-    value = body.get(name)
-    if value is None:
-        return default
-    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
-        raise _wrong(name, value, f"must be a number in {low:g}..{high:g}")
-    return float(value)
+_PROMPT_RULE = "must be a text, a list of token ids, or a list of these"
 
 
-def _whole(
-    body: Mapping[str, Any], name: str, default: int | None, low: int, high: int | None
-) -> Any:
-    value = body.get(name)
-    if value is None:
-        return default
-    is_whole = isinstance(value, int) and not isinstance(value, bool)
-    if not is_whole or value < low or (high is not None and value > high):
-        upper = "" if high is None else f" and at most {high}"
-        raise _wrong(name, value, f"must be a whole number, at least {low}{upper}")
-    return value
-
-
-def _seed(body: Mapping[str, Any]) -> int:
-    """The seed; without one every request draws differently."""
-    seed = _whole(body, "seed", None, -_MAX_SEED, _MAX_SEED)
-    return uuid.uuid4().int >> 65 if seed is None else seed
-
-
-def _stops(value: Any) -> tuple[str, ...]:
-    stops = [value] if isinstance(value, str) else value or []
-    if not isinstance(stops, list) or not all(isinstance(s, str) and s for s in stops):
-        raise _wrong("stop", value, "must be a text or a list of texts, none of them empty")
-    return tuple(stops)
-
-
-def _ids(value: Any, name: str) -> tuple[int, ...]:
-    is_list = isinstance(value, list | tuple)
-    if not is_list or not all(isinstance(t, int) and not isinstance(t, bool) for t in value):
-        raise _wrong(name, value, "must be a list of token ids")
-    return tuple(value)
-
-
-def _prompts(value: Any) -> tuple[str | tuple[int, ...], ...]:
+def _prompts(name: str, value: Any) -> tuple[Prompt, ...]:
     if isinstance(value, str):
-        return (value,)
-    rule = "must be a text, a list of token ids, or a list of these"
+        return (text(name, value),)
     if not isinstance(value, list) or not value:
-        raise _wrong("prompt", value, rule)
+        raise wrong(name, value, _PROMPT_RULE)
     if all(isinstance(each, int) for each in value):
-        return (_ids(value, "prompt"),)
+        return (token_ids(name, value),)
     if not all(isinstance(each, str | list) for each in value):
-        raise _wrong("prompt", value, rule)
-    return tuple(each if isinstance(each, str) else _ids(each, "prompt") for each in value)
-
-
-# ---- answers -------------------------------------------------------------------------------------
-
-
-def completion_head(model: str, weight_version: str) -> dict[str, Any]:
-    """What all parts of one answer share; the fingerprint names the weights."""
-    return {
-        "id": f"cmpl-{uuid.uuid4().hex}",
-        "object": "text_completion",
-        "created": int(time.time()),
-        "model": model,
-        "system_fingerprint": weight_version,
-    }
-
-
-def usage(num_prompt: int, num_output: int) -> dict[str, int]:
-    """Token counts of an answer."""
-    return {
-        "prompt_tokens": num_prompt,
-        "completion_tokens": num_output,
-        "total_tokens": num_prompt + num_output,
-    }
-
-
-def error_body(message: str, code: str, kind: str) -> dict[str, Any]:
-    """An error as the official client reads it."""
-    return {"error": {"message": message, "type": kind, "param": None, "code": code}}
+        raise wrong(name, value, _PROMPT_RULE)
+    readers = (text if isinstance(each, str) else token_ids for each in value)
+    return tuple(reader(name, each) for reader, each in zip(readers, value))

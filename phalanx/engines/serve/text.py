@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -19,24 +21,32 @@ class Tokeniser:
     def __init__(self, folder: str | Path) -> None:
         path = Path(folder) / "tokenizer.json"
         self._tokenizer = Tokenizer.from_file(str(path)) if path.is_file() else None
+        # some tokenizers drop the space before the first token of a text: spell behind another one
+        self._anchor = (
+            self._tokenizer.encode("a", add_special_tokens=False).ids[-1:] if path.is_file() else []
+        )
+        self.spell = lru_cache(maxsize=1 << 16)(self._spell)
 
     @property
     def has_text(self) -> bool:
         """Whether text can be encoded and decoded."""
         return self._tokenizer is not None
 
-    def encode(self, text: str) -> list[int]:
+    def require_text(self, where: str, instead: str) -> None:
+        """Raise `serve/request` for a parameter that needs a tokenizer where there is none."""
+        if not self.has_text:
+            rule = f"needs a tokenizer.json in the model folder; {instead}"
+            raise JobError("serve/request", where, None, rule)
+
+    def encode(self, text: str, *, add_special: bool = True) -> list[int]:
         """Ids, with the special tokens that the tokenizer adds at the start.
 
         Raises:
-            JobError: `serve/request` without a tokenizer, or for half a surrogate pair.
+            JobError: `serve/request` without a tokenizer.
         """
-        if self._tokenizer is None:
-            rule = "the model folder has no tokenizer.json; send token ids"
-            raise JobError("serve/request", "prompt", None, rule)
-        if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
-            raise JobError("serve/request", "prompt", None, "holds half a surrogate pair")
-        return self._tokenizer.encode(text).ids
+        self.require_text("prompt", "send token ids")
+        assert self._tokenizer is not None
+        return self._tokenizer.encode(text, add_special_tokens=add_special).ids
 
     def decode(self, tokens: Sequence[int], *, skip_special: bool = True) -> str:
         """Text ("" without a tokenizer)."""
@@ -44,16 +54,53 @@ class Tokeniser:
             return ""
         return self._tokenizer.decode(list(tokens), skip_special_tokens=skip_special)
 
+    def piece(self, token: int) -> str:
+        """The token as its vocabulary writes it."""
+        known = None if self._tokenizer is None else self._tokenizer.id_to_token(token)
+        return f"token_id:{token}" if known is None else known
+
+    def _spell(self, token: int) -> str:
+        """One token as text; "token_id:N" for one that has none."""
+        before = self.decode(self._anchor, skip_special=False)
+        both = self.decode([*self._anchor, token], skip_special=False)
+        alone = both[len(before) :] if both.startswith(before) else ""
+        return alone or self.decode([token], skip_special=False) or f"token_id:{token}"
+
+    def bytes_of(self, token: int) -> list[int]:
+        """The bytes of one token, also where they are only a part of a character."""
+        text = self.spell(token)
+        if _BROKEN not in text:
+            return list(text.encode())
+        piece = self.piece(token)
+        if found := _BYTE_TOKEN.fullmatch(piece):
+            return [int(found[1], 16)]
+        known = _byte_alphabet()
+        return [known[each] for each in piece if each in known]
+
+
+_BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
+
+
+@lru_cache(maxsize=1)
+def _byte_alphabet() -> dict[str, int]:
+    """How tokenizers that work on bytes write them: printable ones as they are (GPT-2's table)."""
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in plain]
+    return {chr(byte): byte for byte in plain} | {chr(256 + at): b for at, b in enumerate(others)}
+
 
 class TextStream:
     """Decodes tokens as they come; the pieces together are the text of the whole.
 
     Args:
         context: tokens before the output: they decide whether it starts with a space.
+        skip_special: whether special tokens are left out.
     """
 
-    def __init__(self, tokeniser: Tokeniser, context: Sequence[int] = ()) -> None:
-        self._tokeniser = tokeniser
+    def __init__(
+        self, tokeniser: Tokeniser, context: Sequence[int] = (), *, skip_special: bool = True
+    ) -> None:
+        self._tokeniser, self._skip_special = tokeniser, skip_special
         self._tokens = list(context[-_CONTEXT:])
         self._start = 0
         self._end = len(self._tokens)
@@ -68,29 +115,37 @@ class TextStream:
         return self._read(whole_only=False)
 
     def _read(self, *, whole_only: bool) -> str:
-        known = self._tokeniser.decode(self._tokens[self._start : self._end])
-        text = self._tokeniser.decode(self._tokens[self._start :])
+        known = self._decode(self._tokens[self._start : self._end])
+        text = self._decode(self._tokens[self._start :])
         if len(text) <= len(known) or (whole_only and text.endswith(_BROKEN)):
             return ""
         self._start, self._end = self._end, len(self._tokens)
         return text[len(known) :]
 
+    def _decode(self, tokens: Sequence[int]) -> str:
+        return self._tokeniser.decode(tokens, skip_special=self._skip_special)
+
 
 class StopFinder:
-    """Cuts text at the first stop string; holds back what could be the beginning of one."""
+    """Cuts text at the first stop string; holds back what could be the beginning of one.
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    Args:
+        keep: whether the stop string stays at the end of the text.
+    """
+
+    def __init__(self, stops: Sequence[str], *, keep: bool = False) -> None:
         self._stops = [stop for stop in stops if stop]
-        self._held = ""
+        self._keep, self._held = keep, ""
         self.found = False
 
     def push(self, text: str) -> str:
         """Text that is safe to give away; `found` when a stop string came."""
         self._held += text
-        places = [at for stop in self._stops if (at := self._held.find(stop)) >= 0]
+        places = [(at, stop) for stop in self._stops if (at := self._held.find(stop)) >= 0]
         if places:
             self.found = True
-            text, self._held = self._held[: min(places)], ""
+            at, stop = min(places, key=lambda place: (place[0], len(place[1])))
+            text, self._held = self._held[: at + len(stop) * self._keep], ""
             return text
         num_held = max((_overlap(self._held, stop) for stop in self._stops), default=0)
         keep = len(self._held) - num_held
