@@ -3,10 +3,10 @@
     python benchmarks/cluster_efficiency.py TRAINING.csv ACCELERATORS.csv OUT.json
 
 Efficiency of a row = formula / published step time. The table that is written (it is kept as
-phalanx/cost/efficiency.json) holds for each class the median of its sources' medians (one grid would
-outvote all others) and the 10th and 90th percentile of its rows, each source weighing the same.
-Nothing is fitted to a row, a model or a machine. A row counts when it names the sizes of a dense
-decoder, a plan without pipeline, context or expert parallelism, and a machine that
+phalanx/cost/efficiency.json) holds for each class the median of its sources' medians (one grid
+would outvote all others) and the 10th and 90th percentile of its rows, each source weighing the
+same. Nothing is fitted to a row, a model or a machine. A row counts when it names the sizes of a
+dense decoder, a plan without pipeline, context or expert parallelism, and a machine that
 `phalanx/hardware` knows; others are counted by reason.
 """
 

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 
+from phalanx.hardware import Machine
+
 CLASSES = {
     "adapters": "LoRA on GPUs",
     "full": "pretraining on GPUs",
@@ -53,9 +55,9 @@ class Efficiency:
 
 
 @cache
-def efficiency_of(machine: str, method: str) -> Efficiency:
+def efficiency_of(machine: Machine, method: str) -> Efficiency:
     """The class that a machine and a method ("lora", "full", "pretrain") belong to."""
-    is_tpu = machine.startswith("v") and machine[1:2].isdigit()
+    is_tpu = machine.cores_per_device > 0
     name = "tpu" if is_tpu else "adapters" if method == "lora" else "full"
     content = (files("phalanx.cost") / "efficiency.json").read_text(encoding="utf-8")
     entry = json.loads(content)["classes"][name]

@@ -1,0 +1,1 @@
+"""Sizes of well-known models: one JSON file each, with its names and its source."""
