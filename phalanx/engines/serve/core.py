@@ -1,137 +1,74 @@
 """The engine process: weights, cache and the loop that a scheduling policy drives.
 
 Started by the front end with one end of a socket: `python -m phalanx.engines.serve.core FD`.
+
+What goes wrong with one request or one command is answered, and the engine goes on. What goes wrong
+inside a step leaves a cache that nobody can vouch for: the process says "failed" as its last word,
+which reaches every open request, and ends; starting another is the front end's decision.
 """
 
 from __future__ import annotations
 
 import socket
 import sys
-import time
+import traceback
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from phalanx.doctor.machine import cgroup_memory_bytes, memory_bytes
 from phalanx.drive import drive
-from phalanx.engines.serve.engine import Output, ServeEngine, StepResult
+from phalanx.engines.serve.engine import ServeEngine
 from phalanx.engines.serve.heartbeat import Heartbeat
-from phalanx.engines.serve.kv import KvLimits, PagedKv, sliding_bytes, token_bytes
-from phalanx.engines.serve.model import PackedDecoder
 from phalanx.engines.serve.settings import Request, Sampling, ServeSettings
+from phalanx.engines.serve.start import describe, make_engine, read_base
+from phalanx.engines.serve.step import Output, StepResult
 from phalanx.engines.serve.wire import LineSocket, error_to_json
 from phalanx.engines.serve.world import Cancel, EngineWorld
-from phalanx.errors import JobError, PhalanxError
-from phalanx.models.hf import read_tensors
-from phalanx.models.spec import DecoderConfig, read_config
+from phalanx.errors import JobError, PhalanxError, WorldError
 from phalanx.registry import build
 
-_FREE_FRAC = 0.5  # of the free memory that the cache may take by default
-
-
-def make_engine(settings: ServeSettings) -> ServeEngine:
-    """Load a model folder and reserve its cache.
-
-    Raises:
-        JobError: as `read_config`, `read_tensors` and `PackedDecoder.update`; `job/bad-value` for
-            a device that is not there or a cache that is too small.
-    """
-    config = read_config(settings.folder)
-    config = config.with_dtype(settings.dtype or config.dtype)
-    model = PackedDecoder(config, device=_device(settings.device))
-    model.update(read_tensors(settings.folder, model.names))
-    limits = KvLimits(
-        max_tokens=settings.max_tokens,
-        max_running=settings.max_running,
-        max_step_tokens=settings.max_step_tokens,
-    )
-    kv_dtype = settings.kv_dtype or config.dtype
-    num_tokens = settings.kv_tokens or _kv_tokens(config, settings, limits, kv_dtype)
-    dtype = getattr(torch, kv_dtype)
-    kv = PagedKv(config, num_tokens, limits, dtype=dtype, device=settings.device)
-    return ServeEngine(model, kv, limits, f"{settings.model_name}@0")
-
-
-def _device(name: str) -> torch.device:
-    """The device, if torch can use it."""
-    legal = ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
-    if name not in legal and (name != "cuda" or len(legal) == 1):
-        rule = "torch has no such device here"
-        raise JobError("job/bad-value", "serve.device", repr(name), rule, legal=legal)
-    return torch.device(name)
-
-
-def _kv_tokens(
-    config: DecoderConfig, settings: ServeSettings, limits: KvLimits, kv_dtype: str
-) -> int:
-    wanted = settings.max_running * settings.max_tokens
-    room = _FREE_FRAC * _free_bytes(settings.device)
-    room -= sliding_bytes(config, wanted, limits, kv_dtype)
-    per_token = token_bytes(config, kv_dtype)
-    return min(wanted, int(room // per_token)) if per_token else wanted
-
-
-def _free_bytes(device: str) -> float:
-    if torch.device(device).type == "cuda":
-        return float(torch.cuda.mem_get_info(device)[0])
-    limit, used = cgroup_memory_bytes()
-    available = memory_bytes()[1]
-    return available if limit is None else min(available, limit - used)
-
-
-def describe(engine: ServeEngine, settings: ServeSettings) -> dict[str, Any]:
-    """What the front end says at the start."""
-    kv_bytes = sum(
-        tensor.nbytes for pool in engine.kv.pools.values() for tensor in (pool.keys, pool.values)
-    )
-    return {
-        "kind": "ready",
-        "weight_version": engine.weight_version,
-        "max_tokens": settings.max_tokens,
-        "max_running": settings.max_running,
-        "kv_tokens": engine.facts["num_blocks"] * engine.facts["block_tokens"],
-        "kv_bytes": kv_bytes,
-        "dtype": engine.model.config.dtype,
-        "eos_tokens": list(engine.model.config.eos_tokens),
-        "vocab_size": engine.model.config.vocab_size,
-    }
+_FAILED = 3  # exit code after a step that failed
 
 
 class SocketInbox:
-    """The front end as an inbox: requests and cancellations go on, the rest is answered here."""
+    """The front end as an inbox: requests and cancellations go on, commands are carried out here.
 
-    def __init__(self, lines: LineSocket, engine: ServeEngine) -> None:
+    Messages take effect in their order: a command waits until the engine has taken what came
+    before it, so cancellations followed by "sleep" find an engine without requests.
+    """
+
+    def __init__(self, lines: LineSocket, engine: ServeEngine, settings: ServeSettings) -> None:
         self._lines, self._engine = lines, engine
-        self._since_s = time.monotonic()
+        self._name, self._folder = settings.model_name, settings.folder
+        self._pending: deque[dict[str, Any]] = deque()
 
     def receive(self, wait: bool) -> list[Request | Cancel] | None:
-        while True:
+        found = self._take()
+        while not found:
             messages = self._lines.receive(wait)
             if messages is None:
                 return None
-            found = [each for message in messages if (each := self._read(message)) is not None]
-            if found or not wait:
-                self._since_s = time.monotonic()
-                return found
+            self._pending.extend(messages)
+            found = self._take()
+            if not wait:
+                break
+        return found
 
     def deliver(self, result: StepResult) -> None:
-        engine = self._engine
         self._lines.send(
             {
                 "kind": "step",
-                "outputs": [self._row(each) for each in result.outputs],
+                "outputs": [_row(each) for each in result.outputs],
                 "requests": list(result.requests),
-                "step_s": time.monotonic() - self._since_s,
-                "weight_version": engine.weight_version,
+                "step_s": result.dur_s,
                 "counters": self.counters(),
             }
         )
 
-    def _row(self, output: Output) -> Sequence[Any]:
-        version = self._engine.weight_version
-        scores = output.prompt_scores
-        return output.request, output.token, output.score, output.reason, scores, version
+    def refuse(self, request: int, error: PhalanxError) -> None:
+        self._lines.send({"kind": "rejected", "request": request, "error": error_to_json(error)})
 
     def counters(self) -> dict[str, int]:
         """What the engine has done and holds; the heartbeat asks from another thread."""
@@ -146,64 +83,121 @@ class SocketInbox:
             "preempted": engine.num_preempted,
         }
 
-    def _read(self, message: Mapping[str, Any]) -> Request | Cancel | None:
-        kind = message["kind"]
-        if kind == "add":
-            sampling = Sampling(**message["sampling"])
-            tokens = list(message["tokens"])
-            return Request(message["request"], tokens, len(tokens), sampling)
-        if kind == "cancel":
-            return Cancel(message["request"])
-        if kind == "update":
-            with self._lines.long_work():
-                self._update(message["number"], message["folder"], message["version"])
-        return None
+    def _take(self) -> list[Request | Cancel]:
+        """Requests and cancellations up to the next command; commands before them are done."""
+        found: list[Request | Cancel] = []
+        while self._pending:
+            message = self._pending[0]
+            if message["kind"] in ("add", "cancel"):
+                found.append(_read(message))
+            elif found:
+                break
+            else:
+                self._answer(message)
+            self._pending.popleft()
+        return found
 
-    def _update(self, number: int, folder: str, version: str) -> None:
-        """Replace the weights; a folder of another model is refused before anything changes."""
-        engine = self._engine
+    # ---- commands ------------------------------------------------------------------------------
+
+    def _answer(self, message: Mapping[str, Any]) -> None:
+        reply: dict[str, Any] = {"number": message["number"]}
         try:
-            config = read_config(folder)
-            if config.with_dtype(engine.model.config.dtype) != engine.model.config:
-                rule = "is another model than the one that is served"
-                raise JobError("model/tensor", "update_weights", folder, rule)
-            engine.update_weights(read_tensors(folder, engine.model.names), version)
+            with self._lines.long_work():
+                self._carry_out(message)
         except PhalanxError as error:
-            refusal = {"kind": "refused", "number": number, "error": error_to_json(error)}
-            self._lines.send(refusal)
+            reply |= {"kind": "refused", "error": error_to_json(error)}
         else:
-            version = engine.weight_version
-            self._lines.send({"kind": "done", "number": number, "weight_version": version})
+            reply |= {"kind": "done", "asleep": self._engine.sleep_level}
+        reply["weight_version"] = self._engine.weight_version
+        reply["adapters"] = self._engine.adapters.versions
+        self._lines.send(reply)
+
+    def _carry_out(self, message: Mapping[str, Any]) -> None:
+        engine, kind = self._engine, message["kind"]
+        if kind == "update" and message.get("adapter"):
+            engine.adapters.update(message["adapter"], message["folder"])
+        elif kind == "update":
+            self._update(message["folder"], message["version"])
+        elif kind == "load_adapter":
+            self._require_other_name(message["name"])
+            version = message.get("version")
+            engine.load_adapter(message["name"], message["folder"], version=version)
+        elif kind == "unload_adapter":
+            engine.unload_adapter(message["name"])
+        elif kind == "sleep":
+            engine.sleep(message["level"])
+        elif kind == "wake":
+            if not engine.has_weights:
+                self._update(self._folder, engine.weight_version)
+            engine.wake()
+        else:
+            raise JobError("serve/request", "message", repr(kind), "is no command")
+
+    def _update(self, folder: str, version: str) -> None:
+        """Replace the base; what does not fit is refused from headers, before anything changes."""
+        engine = self._engine
+        engine.update_weights(read_base(folder, engine.model.config), version)
+        self._folder = folder
+
+    def _require_other_name(self, name: str) -> None:
+        if name == self._name:
+            rule = "is the name of the model itself: clients could not ask for the adapter"
+            raise JobError("serve/adapter", "adapter", repr(name), rule)
+
+
+def _read(message: Mapping[str, Any]) -> Request | Cancel:
+    if message["kind"] == "cancel":
+        return Cancel(message["request"])
+    tokens = list(message["tokens"])
+    sampling = Sampling(**message["sampling"])
+    adapter = message.get("adapter", "")
+    return Request(message["request"], tokens, len(tokens), sampling, adapter)
+
+
+def _row(output: Output) -> Sequence[Any]:
+    version, scores = output.weight_version, output.prompt_scores
+    return output.request, output.token, output.score, output.reason, scores, version
 
 
 def main(descriptor: int) -> int:
     """Serve the socket until its other end closes."""
     lines = LineSocket(socket.socket(fileno=descriptor))
     first = lines.receive(wait=True)
-    if first is None:
+    if not first:
         return 1
     settings = ServeSettings(**first[0])
     heartbeat = Heartbeat(lines)
     if settings.threads:
         torch.set_num_threads(settings.threads)
     try:
-        policy = build("serve", settings.scheduler, "plan.serve")
-        engine = make_engine(settings)
-        inbox = SocketInbox(lines, engine)
-        world = EngineWorld(engine, inbox, job=settings.model_name)
-        policy.start(world.view("engine"))  # options beyond the engine's limits are told now
-    except PhalanxError as error:
-        lines.send({"kind": "failed", "error": error_to_json(error)})
-        return error.exit_code
-    lines.send(describe(engine, settings))
+        with lines.long_work():
+            policy = build("serve", settings.scheduler, "plan.serve")
+            engine = make_engine(settings)
+            inbox = SocketInbox(lines, engine, settings)
+            world = EngineWorld(engine, inbox, job=settings.model_name)
+            policy.start(world.view("engine"))  # options beyond the engine's limits are told now
+            ready = describe(engine, settings)
+    except Exception as error:
+        return _last_word(lines, error, "start")
+    lines.send(ready | {"counters": inbox.counters()})
     heartbeat.watch(inbox.counters)
     try:
         drive(world, reacts=[policy])
-    except PhalanxError as error:
-        print(error.sentence(), file=sys.stderr, flush=True)
-        lines.send({"kind": "failed", "error": error_to_json(error)})
-        return 3
+    except Exception as error:
+        _last_word(lines, error, f"step {engine.num_steps + 1}")
+        return _FAILED
     return 0
+
+
+def _last_word(lines: LineSocket, error: Exception, where: str) -> int:
+    """Tell the front end why this process ends; the exit code of the error."""
+    if not isinstance(error, PhalanxError):
+        traceback.print_exception(error)
+        rule = "raised an error that ends the engine process; its traceback is on stderr"
+        error = WorldError("serve/engine", where, f"{type(error).__name__}: {error}", rule)
+    print(error.sentence(), file=sys.stderr, flush=True)
+    lines.send({"kind": "failed", "error": error_to_json(error)})
+    return error.exit_code
 
 
 if __name__ == "__main__":

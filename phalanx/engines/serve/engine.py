@@ -159,7 +159,7 @@ class ServeEngine:
             JobError: `model/tensor`; what came before the wrong tensor has been replaced then, and
                 the version ends in "+incomplete" until an update succeeds.
         """
-        strict = strict or not self._sleeper.has_weights
+        strict = strict or not self.has_weights
         try:
             self._sleeper.fill_weights(lambda: self.model.update(tensors, strict=strict))
         except BaseException:
@@ -185,6 +185,11 @@ class ServeEngine:
     def sleep_level(self) -> int:
         """0 awake, 1 without a cache, 2 without weights too."""
         return self._sleeper.level
+
+    @property
+    def has_weights(self) -> bool:
+        """False after level 2, until an update."""
+        return self._sleeper.has_weights
 
     def sleep(self, level: int) -> None:
         """Give the cache's memory back, at level 2 the weights' too, as `Sleeper.fall_asleep`."""

@@ -44,7 +44,7 @@ def kv_tokens(
     """
     kv_dtype = kv_dtype or config.dtype
     if asked:
-        require_one_request(asked, limits)
+        require_one_request(asked, limits.max_tokens)
         return asked
     wanted = limits.max_running * limits.max_tokens
     allowed_bytes = FREE_FRAC * free_bytes
@@ -67,10 +67,10 @@ def kv_tokens(
     return wanted
 
 
-def require_one_request(num_tokens: int, limits: KvLimits) -> None:
+def require_one_request(num_tokens: int, max_tokens: int) -> None:
     """Raise `job/bad-value` for a pool that cannot hold the longest request."""
-    if num_tokens < limits.max_tokens:
-        rule, legal = "the KV cache must hold the longest request", [limits.max_tokens]
+    if num_tokens < max_tokens:
+        rule, legal = "the KV cache must hold the longest request", [max_tokens]
         raise JobError("job/bad-value", "serve.kv_tokens", num_tokens, rule, legal=legal)
 
 

@@ -8,8 +8,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from phalanx.engines.serve.adapter_fit import read_fitting
+from phalanx.engines.serve.kv_room import require_one_request
 from phalanx.errors import JobError, nearest_names
 from phalanx.models.spec import DTYPE_BYTES, DecoderConfig, read_config
+from phalanx.models.weight_names import model_weights
 from phalanx.registry import build
 
 MAX_LOGPROBS = 20
@@ -113,13 +116,32 @@ class ServeSettings:
         return asdict(self)
 
 
+def require_adapters(settings: ServeSettings, config: DecoderConfig) -> None:
+    """Look at the adapters of the settings, headers only.
+
+    Raises:
+        JobError: `serve/adapter` for more than there are slots, one that does not fit, or one with
+            the name of the model itself.
+    """
+    if len(settings.adapters) > settings.max_adapters:
+        where, rule = "serve.adapters", "must be at most serve.max_adapters"
+        legal = [settings.max_adapters]
+        raise JobError("serve/adapter", where, len(settings.adapters), rule, legal=legal)
+    for name, folder in settings.adapters.items():
+        if not name or name == settings.model_name:
+            rule = "an adapter needs a name of its own, other than the model's"
+            raise JobError("serve/adapter", "serve.adapters", repr(name), rule)
+        read_fitting(config, folder, settings.max_lora_rank)
+
+
 def require_servable(settings: ServeSettings) -> DecoderConfig:
     """The config of the folder, looked at before any process starts.
 
     Raises:
         JobError: `job/not-found` for a folder without config.json or weights, `model/unknown` for a
-            model that is not supported, `job/bad-value` for more tokens than it has positions,
-            `registry/unknown` and `job/unknown-key` for the scheduler.
+            model that is not supported, `model/tensor` for weights that are damaged or do not fit,
+            `job/bad-value` for more tokens than positions or cache, `serve/adapter` as
+            `require_adapters`, `registry/unknown` and `job/unknown-key` for the scheduler.
     """
     build("serve", settings.scheduler, "plan.serve")
     config = read_config(settings.folder)
@@ -130,6 +152,10 @@ def require_servable(settings: ServeSettings) -> DecoderConfig:
     if settings.max_tokens > config.max_positions:
         rule, legal = "the model was not made for such positions", [config.max_positions]
         raise JobError("job/bad-value", "serve.max_tokens", settings.max_tokens, rule, legal=legal)
+    if settings.kv_tokens:
+        require_one_request(settings.kv_tokens, settings.max_tokens)
+    model_weights(settings.folder, config)
+    require_adapters(settings, config)
     return config
 
 
