@@ -4,41 +4,110 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from phalanx.drive import drive
-from phalanx.engines.serve.sampling import choose, score, uniform
-from phalanx.engines.serve.settings import Sampling
+from phalanx.engines.serve.sampling import best_of, choose, score, uniform
+from phalanx.engines.serve.settings import Request, Sampling
 from phalanx.engines.serve.world import EngineWorld
 from phalanx.policies.serve.continuous import Continuous
 from tests.engines.serve_cases import ScriptedInbox, make_engine, prompt_of, request
 
-NUM_DRAWS = 4000
+NUM_DRAWS = 10_000
+# 99.9 % of the chi-square distribution, by degrees of freedom
+CHI2 = {1: 10.8, 2: 13.8, 3: 16.3, 4: 18.5}
+
+
+@dataclass
+class Head:
+    """A vocabulary head whose hidden states are the logits; says which path was taken."""
+
+    vocab_size: int
+    eos_tokens: tuple[int, ...] = ()
+    taken: tuple[str, ...] = ()
+
+    @property
+    def config(self) -> SimpleNamespace:
+        return SimpleNamespace(vocab_size=self.vocab_size, eos_tokens=self.eos_tokens)
+
+    def logits(self, hidden):
+        self.taken += ("logits",)
+        return hidden
+
+    def greedy(self, hidden):
+        self.taken += ("greedy",)
+        best = hidden.max(-1)
+        return best.indices, best.values
+
+    def best(self, hidden, num):
+        self.taken += ("best",)
+        return best_of(hidden, num)
+
+
+def rows_of(sampling: Sampling, num: int, tokens: tuple[int, ...] = (1,)) -> list[Request]:
+    """Requests that differ in their seeds."""
+    return [
+        Request(i, list(tokens), len(tokens), replace(sampling, seed=sampling.seed + i))
+        for i in range(num)
+    ]
 
 
 def draws(logits: list[float], sampling: Sampling, num: int = NUM_DRAWS) -> Counter[int]:
     rows = torch.tensor(logits).expand(num, -1)
-    return Counter(choose(rows, [sampling] * num, list(range(num))))
+    return Counter(token for token, _ in choose(Head(len(logits)), rows, rows_of(sampling, num)))
 
 
-def test_draws_follow_the_probabilities():
+def kept(logits: list[float], asked: Sampling) -> dict[int, float]:
+    """Token -> probability, written down as the parameters are defined; in falling order."""
+    heat = float(np.float32(asked.temperature))
+    weights = {t: math.exp((x - max(logits)) / heat) for t, x in enumerate(logits)}
+    order = sorted(weights, key=lambda t: (-logits[t], t))
+    order = [t for t in order if weights[t] >= asked.min_p]
+    order = order[: asked.top_k or None]
+    total, before, inside = sum(weights[t] for t in order), 0.0, []
+    for token in order:
+        if before < asked.top_p * total or not inside:
+            inside.append(token)
+        before += weights[token]
+    total = sum(weights[t] for t in inside)
+    return {t: weights[t] / total for t in inside}
+
+
+# ---- distributions -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"temperature": 0.5},
+        {"temperature": 2.0},
+        {"top_k": 3},
+        {"min_p": 0.1},
+        {"top_p": 0.9},
+        {"top_k": 4, "top_p": 0.8, "min_p": 0.01, "temperature": 1.5},
+    ],
+)
+def test_draws_follow_the_probabilities_that_the_cuts_leave(options):
     logits = [0.0, 1.0, -1.0, 2.0, -math.inf]
-    for heat in (0.5, 1.0, 2.0):
-        probs = (torch.tensor(logits) / heat).softmax(-1).tolist()
-        counts = draws(logits, Sampling(max_new=1, temperature=heat, seed=3))
-        assert counts[4] == 0
-        chi2 = sum(
-            (counts[t] - NUM_DRAWS * p) ** 2 / (NUM_DRAWS * p) for t, p in enumerate(probs[:4])
-        )
-        assert chi2 < 16.3  # 3 degrees of freedom, one in a thousand
+    asked = Sampling(max_new=1, seed=3, **{"temperature": 1.0} | options)
+    want = {token: p for token, p in kept(logits, asked).items() if p > 0}
+    counts = draws(logits, asked)
+    assert set(counts) == set(want)
+    chi2 = sum((counts[t] - NUM_DRAWS * p) ** 2 / (NUM_DRAWS * p) for t, p in want.items())
+    assert chi2 < CHI2[max(1, len(want) - 1)]
 
 
 def test_top_p_keeps_the_smallest_sufficient_set():
     logits = torch.tensor([0.5, 0.2, 0.2, 0.1]).log().tolist()
-    for top_p, kept in (
+    for top_p, inside in (
         (0.0, {0}),
         (0.45, {0}),
         (0.6, {0, 1}),
@@ -46,37 +115,206 @@ def test_top_p_keeps_the_smallest_sufficient_set():
         (0.95, {0, 1, 2, 3}),
     ):
         counts = draws(logits, Sampling(max_new=1, temperature=1.0, top_p=top_p, seed=1), 800)
-        assert set(counts) == kept
+        assert set(counts) == inside
     counts = draws(logits, Sampling(max_new=1, temperature=1.0, top_p=0.6, seed=2))
-    assert counts[0] / NUM_DRAWS == pytest.approx(5 / 7, abs=0.03)
+    assert counts[0] / NUM_DRAWS == pytest.approx(5 / 7, abs=0.02)
 
 
 def test_a_flat_distribution_needs_more_candidates_than_the_first_ones():
-    size = 3000
+    size, num = 3000, 600
     logits = torch.zeros(size)
     logits[7] = 0.1
-    top_p, num = 0.9, 600
-    sampling = Sampling(max_new=1, temperature=1.0, top_p=top_p)
-    chosen = choose(logits.expand(num, -1), [sampling] * num, list(range(num)))
-    assert len(set(chosen)) > num * 0.8  # as many as draws from 2,700 equal ones have
-    exact = (logits.softmax(-1).sort(descending=True).values.cumsum(0) < top_p).sum() + 1
-    assert abs(int(exact) - top_p * size) < 3
+    for options, most in (({"top_p": 0.9}, 2700), ({"top_k": 500}, 500), ({"min_p": 0.5}, size)):
+        asked = Sampling(max_new=1, temperature=1.0, **options)
+        chosen = choose(Head(size), logits.expand(num, -1), rows_of(asked, num))
+        tokens = {token for token, _ in chosen}
+        assert max(tokens) < most + 2  # equal ones: the lowest ids are inside
+        expected = most * (1 - (1 - 1 / most) ** num)
+        assert abs(len(tokens) - expected) < 40
+
+
+logit = st.integers(-12, 12).map(lambda each: each / 2)
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(
+    logits=st.lists(logit, min_size=2, max_size=150),
+    temperature=st.floats(0.3, 3),
+    top_p=st.floats(0, 1),
+    top_k=st.integers(0, 160),
+    min_p=st.just(0.0) | st.floats(0, 1),
+    seed=st.integers(-(2**63) + 1, 2**63 - 1),
+)
+def test_a_draw_is_the_definition_on_every_path(logits, temperature, top_p, top_k, min_p, seed):
+    asked = Sampling(
+        max_new=1, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed
+    )
+    want = kept(logits, asked)
+    rows = torch.tensor([logits])
+    fast, whole = Head(len(logits)), Head(len(logits))
+    (alone, _), *_ = choose(fast, rows, [Request(0, [1], 1, asked)])
+    scored = replace(asked, num_logprobs=0)
+    (together, _), *_ = choose(whole, rows, [Request(0, [1], 1, scored)])
+    assert alone == together and whole.taken == ("logits",)
+    assert alone in want
+    if top_k or min_p or top_p < 1:  # in falling order; else in that of the vocabulary
+        below, draw = 0.0, uniform(seed, 1)
+        for token, p in want.items():
+            if token == alone:
+                assert below - 1e-6 <= draw < below + p + 1e-6
+            below += p
+
+
+def test_candidates_are_enough_exactly_where_the_rest_cannot_matter():
+    logits = torch.arange(1000.0)[None] / 10
+    for options, taken in (
+        ({"temperature": 0.0}, ("greedy",)),
+        ({"top_k": 64}, ("best",)),
+        ({"min_p": 0.1}, ("best",)),
+        ({"min_p": 0.1, "top_p": 0.5}, ("best",)),
+        ({"min_p": 1e-9}, ("best", "logits")),
+        ({"top_k": 65}, ("logits",)),
+        ({"top_p": 0.5}, ("logits",)),
+        ({}, ("logits",)),
+        ({"top_k": 5, "num_logprobs": 0}, ("logits",)),
+        ({"temperature": 0.0, "presence_penalty": 0.1}, ("logits",)),
+        ({"temperature": 0.0, "min_new": 1}, ("logits",)),
+    ):
+        head = Head(1000)
+        asked = Sampling(max_new=1, **{"temperature": 1.0} | options)
+        choose(head, logits, [Request(0, [1], 1, asked)])
+        assert head.taken == taken, options
+
+
+# ---- greedy --------------------------------------------------------------------------------------
+
+
+def test_of_equal_logits_the_lowest_id_is_the_greedy_one_on_every_path():
+    logits = torch.tensor([[1.0, 3.0, 3.0, 2.0, 3.0]])
+    for options in ({}, {"num_logprobs": 1}, {"logit_bias": ((0, 0.5),)}):
+        asked = Sampling(max_new=1, **options)
+        assert choose(Head(5), logits, [Request(0, [1], 1, asked)])[0][0] == 1
+    cold = Sampling(max_new=1, top_k=2, temperature=1e-300)
+    assert choose(Head(5), logits, [Request(0, [1], 1, cold)])[0][0] in (1, 2)
+
+
+@given(
+    values=st.lists(st.integers(0, 3), min_size=1, max_size=40),
+    num=st.integers(1, 40),
+)
+def test_the_best_are_in_order_and_equal_ones_by_id(values, num):
+    num = min(num, len(values))
+    logits, tokens = best_of(torch.tensor([values, values[::-1]]).float(), num)
+    for row, given_row in enumerate((values, values[::-1])):
+        order = sorted(range(len(values)), key=lambda t: (-given_row[t], t))[:num]
+        assert tokens[row].tolist() == order
+        assert logits[row].tolist() == [given_row[token] for token in order]
+
+
+@pytest.mark.parametrize("heat", [1e-4, 1e-30, 1e-320])
+def test_a_cold_draw_is_greedy(heat):
+    logits = torch.randn(20, 300, generator=torch.Generator().manual_seed(1))
+    for options in ({}, {"top_p": 0.9}, {"top_k": 9}):
+        cold = Sampling(max_new=1, temperature=heat, **options)
+        chosen = [token for token, _ in choose(Head(300), logits, rows_of(cold, 20))]
+        assert chosen == logits.argmax(-1).tolist()
 
 
 def test_rows_of_all_kinds_share_a_batch():
-    torch.manual_seed(0)
-    logits = torch.randn(5, 500, dtype=torch.bfloat16)
+    logits = torch.randn(7, 500, generator=torch.Generator().manual_seed(0)).bfloat16()
     kinds = [
         Sampling(max_new=1),
         Sampling(max_new=1, temperature=1.0, seed=4),
         Sampling(max_new=1, temperature=0.7, top_p=0.8, seed=5),
         Sampling(max_new=1, temperature=1.3, top_p=0.999999, seed=6),
-        Sampling(max_new=1),
+        Sampling(max_new=1, temperature=1.3, top_k=7, seed=6),
+        Sampling(max_new=1, temperature=1.0, min_p=0.02, frequency_penalty=1.0, seed=6),
+        Sampling(max_new=1, num_logprobs=3),
     ]
-    together = choose(logits, kinds, [3, 9, 2, 7, 1])
-    alone = [choose(logits[i : i + 1], [kinds[i]], [[3, 9, 2, 7, 1][i]])[0] for i in range(5)]
-    assert together == alone
-    assert [together[0], together[4]] == logits.float()[[0, 4]].argmax(-1).tolist()
+    rows = [Request(i, [2, 3, 3], 1, each) for i, each in enumerate(kinds)]
+    together = choose(Head(500), logits, rows)
+    again = [Request(i, [2, 3, 3], 1, each) for i, each in enumerate(kinds)]
+    alone = [choose(Head(500), logits[i : i + 1], [again[i]])[0] for i in range(7)]
+    assert [token for token, _ in together] == [token for token, _ in alone]
+    assert together[0][0] == int(logits[0].float().argmax())
+    assert [each is None for _, each in together] == [True] * 6 + [False]
+
+
+# ---- penalties, bias, bans -----------------------------------------------------------------------
+
+
+def under_rules(logits: list[float], tokens: list[int], num_prompt: int, asked: Sampling):
+    """Dense, token by token, as the parameters are defined."""
+    changed = list(logits)
+    for token, bias in asked.logit_bias:
+        changed[token] += bias
+    for token in range(len(logits)):
+        if token in tokens:
+            by = asked.repetition_penalty
+            changed[token] = changed[token] / by if changed[token] > 0 else changed[token] * by
+        count = tokens[num_prompt:].count(token)
+        changed[token] -= asked.frequency_penalty * count + asked.presence_penalty * (count > 0)
+    return changed
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_penalties_and_bias_are_the_dense_definition(data):
+    size = data.draw(st.integers(2, 12))
+    token = st.integers(0, size - 1)
+    num_steps = data.draw(st.integers(1, 6))
+    prompt = data.draw(st.lists(token, min_size=1, max_size=5))
+    asked = Sampling(
+        max_new=9,
+        presence_penalty=data.draw(st.sampled_from([0.0, 0.5, -1.0])),
+        frequency_penalty=data.draw(st.sampled_from([0.0, 0.25, -0.5])),
+        repetition_penalty=data.draw(st.sampled_from([1.0, 1.5, 0.5])),
+        logit_bias=tuple(
+            data.draw(st.dictionaries(token, st.sampled_from([-100.0, 1.25]))).items()
+        ),
+    )
+    request_ = Request(0, list(prompt), len(prompt), asked)
+    for _ in range(num_steps):  # counts are kept from step to step
+        logits = data.draw(st.lists(logit, min_size=size, max_size=size))
+        given_logits = torch.tensor([logits])
+        chosen, _ = choose(Head(size), given_logits, [request_])[0]
+        want = under_rules(logits, request_.tokens, len(prompt), asked)
+        assert want[chosen] == pytest.approx(max(want), abs=1e-5)
+        assert given_logits.tolist() == [logits], "the model's own logits stay for scores"
+        request_.tokens.append(data.draw(token))
+
+
+def test_scores_are_of_the_model_whatever_was_chosen():
+    logits = torch.tensor([[0.0, 1.0, 2.0]])
+    asked = Sampling(max_new=1, logit_bias=((0, 100.0),), num_logprobs=1, temperature=0.5)
+    ((token, (own, ids, best)),) = choose(Head(3), logits, [Request(0, [1], 1, asked)])
+    logp = logits.log_softmax(-1)[0].tolist()
+    assert token == 0 and own == pytest.approx(logp[0])
+    assert ids == [2] and best == pytest.approx([logp[2]])
+
+
+def test_end_tokens_cannot_come_before_the_least_number_of_tokens():
+    logits = torch.tensor([[0.0, 9.0, 8.0, 1.0]])
+    for temperature in (0.0, 1.0):
+        asked = Sampling(max_new=9, min_new=2, stop_tokens=(2,), temperature=temperature)
+        each, head = Request(0, [0], 1, asked), Head(4, eos_tokens=(1,))
+        for _ in range(2):
+            token = choose(head, logits, [each])[0][0]
+            assert token in (0, 3)
+            each.tokens.append(token)
+        assert choose(head, logits, [each])[0][0] in (1, 2)
+    told_to_go_on = Sampling(max_new=9, min_new=2, ignore_eos=True)
+    assert choose(Head(4, (1,)), logits, [Request(0, [0], 1, told_to_go_on)])[0][0] == 1
+
+
+def test_a_banned_token_is_never_drawn_however_high_the_draw():
+    logits = torch.tensor([[0.0, 0.0, -math.inf]])
+    asked = Sampling(max_new=1, temperature=1.0)
+    chosen = choose(Head(3), logits.expand(4000, -1), rows_of(asked, 4000))
+    assert {token for token, _ in chosen} == {0, 1}
+
+
+# ---- seeds ---------------------------------------------------------------------------------------
 
 
 def test_a_draw_depends_on_seed_and_position_only():
@@ -84,12 +322,6 @@ def test_a_draw_depends_on_seed_and_position_only():
     values = [uniform(seed, at) for seed in range(40) for at in range(50)]
     assert len(set(values)) == 2000 and all(0 <= u < 1 for u in values)
     assert sum(values) / 2000 == pytest.approx(0.5, abs=0.03)
-
-
-def test_a_cold_draw_is_greedy():
-    logits = torch.randn(20, 300)
-    cold = Sampling(max_new=1, temperature=1e-4, top_p=0.9)
-    assert choose(logits, [cold] * 20, list(range(20))) == logits.argmax(-1).tolist()
 
 
 def test_scores_are_log_probabilities():
@@ -102,21 +334,32 @@ def test_scores_are_log_probabilities():
     assert score(logits, [4, 5, 6], 0)[0][1:] == ([], [])
 
 
-@pytest.mark.parametrize("top_p", [1.0, 0.7])
-def test_seeded_output_does_not_depend_on_companions_or_preemption(top_p):
-    sampling = Sampling(max_new=20, temperature=1.0, top_p=top_p, seed=11, ignore_eos=True)
-    lengths = (40, 64, 60)
-    requests = [request(i, prompt_of(n), replace(sampling, seed=i)) for i, n in enumerate(lengths)]
+def run(engine, several):
+    inbox = ScriptedInbox({0: several})
+    drive(EngineWorld(engine, inbox), reacts=[Continuous()])
+    return inbox.tokens()
 
-    def run(engine, several):
-        inbox = ScriptedInbox({0: several})
-        drive(EngineWorld(engine, inbox), reacts=[Continuous()])
-        return inbox.tokens()
+
+@pytest.mark.parametrize("options", [{}, {"top_p": 0.7}, {"top_k": 9, "frequency_penalty": 0.5}])
+def test_seeded_output_does_not_depend_on_companions_or_preemption(options):
+    sampling = Sampling(max_new=20, temperature=1.0, ignore_eos=True, **options)
+    lengths = (40, 64, 60)
+
+    def each(i: int) -> Request:
+        return request(i, prompt_of(lengths[i]), replace(sampling, seed=i))
 
     alone: dict[int, list[int]] = {}
-    for i, n in enumerate(lengths):
-        alone |= run(make_engine(), [request(i, prompt_of(n), replace(sampling, seed=i))])
+    for i in range(3):
+        alone |= run(make_engine(), [each(i)])
     crowded = make_engine(max_tokens=96, kv_tokens=192)
-    assert run(crowded, requests) == alone
+    assert run(crowded, [each(i) for i in range(3)]) == alone
     assert crowded.num_preempted > 0
     assert len({tuple(tokens) for tokens in alone.values()}) == 3
+
+
+@pytest.mark.parametrize("options", [{"top_k": 20}, {"top_k": 50, "top_p": 0.9}, {"min_p": 0.05}])
+def test_a_real_head_gives_the_same_draws_with_and_without_whole_logits(options):
+    sampling = Sampling(max_new=24, temperature=1.0, seed=5, ignore_eos=True, **options)
+    fast = run(make_engine(), [request(0, prompt_of(20), sampling)])
+    whole = run(make_engine(), [request(0, prompt_of(20), replace(sampling, num_logprobs=0))])
+    assert fast == whole

@@ -171,7 +171,7 @@ def best_of(logits_RV: Tensor, num: int) -> tuple[Tensor, Tensor]:
             order = logits_RV[row][ids].sort(descending=True, stable=True).indices
             tokens_RN[row] = ids[order[:num]]
     tokens_RN = tokens_RN.sort(-1).values
-    best = logits_RV.gather(1, tokens_RN).sort(-1, descending=True, stable=True)
+    best = logits_RV.gather(1, tokens_RN).sort(dim=-1, descending=True, stable=True)
     return best.values, tokens_RN.gather(1, best.indices)
 
 
