@@ -176,7 +176,7 @@ def _placed(action: Action, gone: set[str], *, overlaps: bool) -> Action:
 
 def _named(played: Trace, pieces: _Pieces, notes: Mapping[str, Any]) -> Trace:
     builder = TraceBuilder("simulated", played.job)
-    builder.notes.update(played.notes | notes)
+    builder.notes.update({**played.notes, **notes})
     by_rank: dict[int, list[dict[str, Any]]] = {}
     for row in played.rows():
         if row["dur_s"] > 0 or row["operator"] == "optimizer":
