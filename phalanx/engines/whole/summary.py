@@ -1,21 +1,31 @@
-"""What a run found, as report.json, report.md, a picture and a trace for Perfetto."""
+"""What a run found, as report.json, pages, pictures and a trace for Perfetto."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import shlex
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
+from statistics import mean, median
 from typing import Any
 
-from phalanx.engines.result import TrainResult
+import numpy as np
+
+from phalanx.engines.whole.environment import environment
 from phalanx.engines.whole.train_job import Trained
+from phalanx.pages import Curves, MemoryStack, RunPage, Timeline, write_pages
+from phalanx.pages.content import parity_sentence
+from phalanx.pages.shown import percent, shown
+from phalanx.pages.strips import has_operators, one_step
 from phalanx.perfetto import write_perfetto
-from phalanx.plan import locked_versions
-from phalanx.report import Report
+from phalanx.planner.here import memory_of_rank
+from phalanx.planner.timeline import StepForecast
+from phalanx.report import Report, Row
 from phalanx.trace import Trace
 
-# fp32 logits of the export against transformers on the real model.
+# Distances that gates allow: of a time from its prediction, and of counts that are exact.
+_TIME_FRAC = 0.15
+_EXACT = ("serving/KV tokens",)
 _LOGIT_TOLERANCE = 1e-3
 
 
@@ -25,117 +35,270 @@ class Summary:
 
     Attributes:
         trained: the finished training.
-        parity: from `parity.compare_logits`.
+        parity: the forms of the model compared.
         load: of the load test, or None when the job asks for none.
         serving: the server's sentence on what it can hold.
         total_s: from the start of the run to its report.
+        elsewhere: the job priced on other machines.
+        predicted: what serving was predicted to hold and to take, before it started.
+        forecast: the step as predicted and simulated, before it ran.
     """
 
     trained: Trained
-    parity: Mapping[str, Any]
+    parity: Report | Mapping[str, Any] | None
     load: Report | None
     serving: str
     total_s: float
+    elsewhere: Report | None = None
+    predicted: Report | None = None
+    forecast: StepForecast | None = None
 
 
 def write_report(summary: Summary) -> Report:
-    """Assemble the report and write its files into the run folder."""
-    trained, report = summary.trained, _report(summary)
-    folder, train = trained.folder, trained.result
-    report.save(folder / "report.json")
-    write_perfetto(folder / "trace.perfetto.json", Trace.load(folder / train.trace))
-    (folder / "environment.json").write_text(json.dumps(locked_versions(), indent=1) + "\n")
-    picture = _draw_losses(train, folder)
-    text = [report.to_markdown(), _samples(train), _next_commands(folder), _not_run()]
-    if picture:
-        text.insert(1, f"![held-out and training loss]({picture})\n")
-    (folder / "report.md").write_text("\n".join(text), encoding="utf-8")
-    return report
+    """Assemble the report and write its files into the run folder: report.json, report.html,
+    report.md with its pictures, trace.perfetto.json, environment.json."""
+    trained, folder = summary.trained, summary.trained.folder
+    facts = environment(trained.plan.program("train").device)
+    (folder / "environment.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    measured = Trace.load(folder / trained.result.trace)
+    page = _page(summary, measured, facts)
+    page.report.save(folder / "report.json")
+    write_pages(page, folder)
+    write_perfetto(folder / "trace.perfetto.json", _together(measured, summary.forecast))
+    return page.report
 
 
-def _report(summary: Summary) -> Report:
+def _page(summary: Summary, measured: Trace, facts: Mapping[str, str]) -> RunPage:
+    trained, parity = summary.trained, _parity(summary.parity)
+    page = RunPage(
+        title=trained.job.name,
+        report=_report(summary, parity),
+        facts=_facts(summary, facts),
+        parity=parity,
+        elsewhere=summary.elsewhere,
+        curves=_curves(summary),
+        memory=_memory(summary),
+        timeline=_timeline(summary, measured),
+        serving=summary.serving,
+        samples=trained.result.samples,
+        commands=_commands(trained),
+        not_run=_not_run(summary, parity),
+        environment=facts,
+    )
+    page.report.notes |= {
+        "date": facts["date"],
+        "parity": parity_sentence(parity),
+        "serving": summary.serving,
+        "samples": list(page.samples),
+        "commands": [list(each) for each in page.commands],
+        "not run": list(page.not_run),
+    }
+    return page
+
+
+# ---- rows ----------------------------------------------------------------------------------------
+
+
+def _report(summary: Summary, parity: Report | None) -> Report:
     of_training = summary.trained.report
-    report = replace(of_training, rows=list(of_training.rows))
-    if summary.serving:
-        report.notes["serving"] = summary.serving
-    _parity_rows(report, summary.parity)
-    if summary.load is not None:
-        report.rows.extend(summary.load.rows)
+    report = replace(of_training, rows=list(of_training.rows), notes=dict(of_training.notes))
+    _total_row(report, summary.trained)
+    if summary.forecast is not None:
+        _forecast_rows(report, summary.forecast)
+    predicted = summary.predicted.rows if summary.predicted else []
+    report.rows += predicted
+    report.rows += _gated(summary.load, predicted)
+    for more in (parity, summary.elsewhere):
+        report.rows += more.rows if more is not None else []
     report.add("time/whole run", summary.total_s, "s", "measured")
     return report
 
 
-def _parity_rows(report: Report, parity: Mapping[str, Any]) -> None:
-    if "skipped" in parity:
-        name, note = "export/largest logit difference", str(parity["skipped"])
-        report.add(name, None, "1", "measured", note=note)
+def _total_row(report: Report, trained: Trained) -> None:
+    """Time of all steps beside its prediction; no gate for a run that ended early or went on."""
+    result, quantity = trained.result, "training/all steps"
+    if not result.tokens_per_s:
         return
+    said = next((row.value for row in report.rows if row.quantity == quantity), None)
+    note = "tokens of the steps over tokens per second"
+    gate = {"target": said, "tolerance_frac": _TIME_FRAC} if said and not result.stopped else {}
+    seconds = result.num_tokens / result.tokens_per_s
+    report.add(quantity, seconds, "s", "measured", note=note, **gate)
+
+
+def _forecast_rows(report: Report, forecast: StepForecast) -> None:
+    note = forecast.why or "the same rates, action by action in virtual time"
+    report.add("training/step time", forecast.trace.end_s, "s", "simulated", note=note)
+    for row in forecast.prediction.rows()[2:]:  # the totals stand there already
+        report.rows.append(Row(**row))
+
+
+def _gated(load: Report | None, predicted: list[Row]) -> list[Row]:
+    """Rows of the load test; what can be counted beforehand has to be as counted."""
+    said = {row.quantity: row.value for row in predicted}
+    return [
+        replace(row, target=said[row.quantity])
+        if row.quantity in _EXACT and row.target is None and said.get(row.quantity) is not None
+        else row
+        for row in (load.rows if load is not None else [])
+    ]
+
+
+def _parity(parity: Report | Mapping[str, Any] | None) -> Report | None:
+    """The comparison as a report, also where only the exported folder's logits were compared."""
+    if parity is None or isinstance(parity, Report):
+        return parity
+    report, name = Report("exported folder and transformers"), "parity/largest logit difference"
+    if "skipped" in parity:
+        report.add(name, None, "1", "measured", note=str(parity["skipped"]))
+        return report
     note = f"fp32, transformers {parity['transformers']}, {parity['num_positions']} positions"
-    report.add(
-        "export/largest logit difference",
-        parity["max_abs_diff"],
-        "1",
-        "measured",
-        note=note,
-        target=0.0,
-        tolerance=_LOGIT_TOLERANCE,
-    )
-    report.add("export/top-1 agreement", parity["top1_agreement"], "1", "measured", note=note)
+    limit = {"target": 0.0, "tolerance": _LOGIT_TOLERANCE}
+    report.add(name, parity["max_abs_diff"], "1", "measured", note=note, **limit)
+    report.add("parity/top-1 agreement", parity["top1_agreement"], "1", "measured", note=note)
+    return report
 
 
-def _samples(train: TrainResult) -> str:
-    lines = ["## Before and after", ""]
-    for sample in train.samples:
-        lines += [f"**{sample['prompt'].strip()}**", ""]
-        lines += [f"- before: {_flat(sample['before'])}", f"- after: {_flat(sample['after'])}", ""]
-    return "\n".join(lines)
+# ---- what the pages show -------------------------------------------------------------------------
 
 
-def _flat(text: str) -> str:
-    return " ".join(text.split()) or "(nothing)"
+def _facts(summary: Summary, facts: Mapping[str, str]) -> list[str]:
+    job, result = summary.trained.job, summary.trained.result
+    plan = summary.trained.plan
+    method = f"LoRA rank {job.train.lora_rank}" if job.train.method == "lora" else job.train.method
+    device = plan.program("train").device.upper()
+    processes = "process" if result.num_ranks == 1 else "processes"
+    return [
+        f"{job.model.name}, {method}, {job.model.dtype}",
+        f"{result.steps} steps, {result.num_tokens:,} tokens",
+        f"{result.num_ranks} {processes} on {device}: {plan.hardware['machine']}, "
+        f"{plan.hardware['cores']} cores",
+        f"Phalanx {facts.get('phalanx-parallel', 'not installed')}, "
+        f"PyTorch {facts.get('torch', 'not installed')}, Python {facts['python']}",
+        facts["date"],
+        f"took {shown(summary.total_s, 's')}",
+    ]
 
 
-def _next_commands(folder: Path) -> str:
-    export = folder / "export"
-    return "\n".join(
-        [
-            "## Serve it",
-            "",
-            f"    phalanx serve {export}",
-            f"    vllm serve {export}",
-            f"    python convert_hf_to_gguf.py {export}    # llama.cpp",
-            "",
-        ]
-    )
-
-
-def _not_run() -> str:
-    return "\n".join(
-        [
-            "## Not run here",
-            "",
-            "vLLM and llama.cpp were not started. Nothing ran on CUDA or on several machines.",
-            "",
-        ]
-    )
-
-
-def _draw_losses(train: TrainResult, folder: Path) -> str:
-    """loss.png, or "" where matplotlib is not installed."""
-    try:
-        import matplotlib
-    except ModuleNotFoundError:
-        return ""
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    lines = (folder / train.metrics).read_text(encoding="utf-8").splitlines()
+def _curves(summary: Summary) -> Curves:
+    trained = summary.trained
+    lines = (trained.folder / trained.result.metrics).read_text(encoding="utf-8").splitlines()
     steps = [entry for line in lines if (entry := json.loads(line))["kind"] == "step"]
-    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
-    axes.plot([e["step"] for e in steps], [e["loss"] for e in steps], label="training", lw=1)
-    axes.plot(*zip(*train.evaluations), "o-", label="held out")
-    axes.set(xlabel="optimizer step", ylabel="loss, nats per counted token", ylim=(0, None))
-    axes.legend()
-    figure.savefig(folder / "loss.png", dpi=120)
-    pyplot.close(figure)
-    return "loss.png"
+    said = next((row["value"] for row in trained.plan.predictions if _is_step_time(row)), None)
+    speed = mean(each["tokens"] for each in steps) / said if steps and said else None
+    return Curves(
+        steps=[each["step"] for each in steps],
+        losses=[each["loss"] for each in steps],
+        tokens_per_s=[each["tokens_per_s"] for each in steps],
+        held_out=trained.result.evaluations,
+        predicted_tokens_per_s=speed,
+    )
+
+
+def _is_step_time(row: Mapping[str, Any]) -> bool:
+    return row["quantity"] == "training/step time" and bool(row["value"])
+
+
+def _memory(summary: Summary) -> MemoryStack | None:
+    result, job = summary.trained.result, summary.trained.job
+    if summary.forecast is None:
+        return None
+    limit, name = job.limits.memory_bytes, "limit of the job"
+    if not limit:
+        limit = memory_of_rank(result.num_ranks)
+        on_gpu = summary.trained.plan.program("train").device != "cpu"
+        name = "device" if on_gpu else "share of this machine's memory"
+    return MemoryStack(
+        terms=summary.forecast.prediction.terms,
+        measured_bytes=result.peak_bytes / result.num_ranks,
+        limit_bytes=limit,
+        limit_name=name,
+    )
+
+
+def _timeline(summary: Summary, measured: Trace) -> Timeline:
+    forecast, step = summary.forecast, one_step(measured)
+    notes = []
+    if forecast is not None:
+        notes.append("Simulated: a typical step, its micro-batches and ranks alike.")
+        if not forecast.trace.notes["overlaps"]:
+            notes.append(
+                "Collectives take turns with computing, as both need the processor's cores."
+            )
+        if forecast.why:
+            notes.append(f"{forecast.why[0].upper()}{forecast.why[1:]}.")
+    if step is not None:
+        number, recorded = int(step.columns["step"][0]) + 1, has_operators(step)
+        told = f"Measured: step {number}"
+        if recorded:
+            slower = step.end_s / _usual_s(measured) - 1.0
+            told += f", of which every operator was recorded ({percent(slower)} against the median)"
+        notes.append(f"{told}.")
+        if not recorded:
+            notes.append("Operators were not recorded; plan.profile_steps = 1 does it.")
+    return Timeline(simulated=forecast.trace if forecast else None, measured=step, notes=notes)
+
+
+def _usual_s(measured: Trace) -> float:
+    return median(measured.where(lane="step").columns["dur_s"].tolist())
+
+
+def _together(measured: Trace, forecast: StepForecast | None) -> list[Trace]:
+    """The measured trace, and the simulated step where its measured one begins."""
+    step = one_step(measured)
+    if forecast is None or step is None:
+        return [measured]
+    number = int(step.columns["step"][0])
+    begin_s = float(measured.where(lane="step", step=number).columns["start_s"].min())
+    columns = dict(forecast.trace.columns)
+    columns["start_s"] = np.asarray(columns["start_s"]) + begin_s
+    simulated = forecast.trace
+    moved = Trace(simulated.source, simulated.job, columns, simulated.vocabulary, simulated.notes)
+    return [moved, measured]
+
+
+def _commands(trained: Trained) -> list[tuple[str, str]]:
+    """How to serve what was trained."""
+    result, folder = trained.result, trained.folder
+    commands: list[tuple[str, str]] = []
+    if result.export:
+        export = shlex.quote(str(folder / result.export))
+        commands += [("Phalanx", f"phalanx serve {export}"), ("vLLM", f"vllm serve {export}")]
+    if result.gguf:
+        gguf = shlex.quote(str(folder / result.gguf))
+        commands.append(("llama.cpp", f"llama-server -m {gguf}"))
+    elif result.export:
+        gguf = shlex.quote(str(folder / "model.gguf"))
+        convert = f"python convert_hf_to_gguf.py {export} --outfile {gguf}"
+        commands.append(("llama.cpp", f"{convert}\nllama-server -m {gguf}"))
+    return commands
+
+
+def _not_run(summary: Summary, parity: Report | None) -> list[str]:
+    """What a reader might think had happened here, and did not."""
+    ran = (
+        {row.quantity.lower() for row in parity.rows if row.value is not None} if parity else set()
+    )
+    lines = []
+    others = [name for name in ("vLLM", "llama.cpp") if not _mentions(ran, name)]
+    if others:
+        lines.append(f"{' and '.join(others)}: the commands above were not tried here.")
+    if summary.trained.plan.program("train").device == "cpu":
+        lines.append("Nothing ran on a GPU.")
+    lines.append("Nothing ran on several machines.")
+    if summary.load is None:
+        lines.append("No server was started: serve.load_requests is 0.")
+    if summary.elsewhere is not None:
+        lines.append("The machines under “What it would cost elsewhere” were priced, not used.")
+    lines += _skipped(parity)
+    return lines
+
+
+def _mentions(quantities: set[str], name: str) -> bool:
+    return any(name.lower() in quantity for quantity in quantities)
+
+
+def _skipped(parity: Report | None) -> Iterator[str]:
+    for row in parity.rows if parity is not None else ():
+        if row.value is None:
+            yield f"{row.quantity}: {row.note or 'no reason given'}."
