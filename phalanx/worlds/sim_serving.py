@@ -51,6 +51,7 @@ class SimEngine:
 
     Attributes:
         facts: for the world; kept up to date.
+        token_s: request -> when each of its output tokens was there.
         finish_s: request -> when it ended.
         num_preempted: caches that were dropped.
     """
@@ -66,6 +67,7 @@ class SimEngine:
         self._requests = requests
         self._live = {each.id: _Live(each.prompt_len, each.num_new) for each in requests}
         self._limits = (max_running, max_step_tokens)
+        self.token_s: dict[int, list[float]] = {each.id: [] for each in requests}
         self.finish_s: dict[int, float] = {}
         self.num_preempted = 0
         self.facts: dict[str, Any] = {
@@ -101,6 +103,8 @@ class SimEngine:
             self._live[request].num_cached = 0
             self.num_preempted += 1
         accepted = [self._compute(*row) for row in plan.rows()]
+        for request, is_whole in zip(plan.requests, accepted):
+            self.token_s[request] += [done.time_s] * is_whole
         self._require_room()
         ended = [each for each in plan.requests if not self._live[each].num_left]
         for request in ended:
