@@ -1,0 +1,352 @@
+"""Which plan of a cluster is best for a training job: all are priced, those that fit are ranked.
+
+Memory is `cost.step_memory`, seconds are `cost.cluster_step` with the bars of `cost.efficiency`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+from phalanx.cost.cluster_step import OperatorGroup, StepSeconds, operator_groups, step_seconds
+from phalanx.cost.efficiency import Efficiency, efficiency_of
+from phalanx.cost.local_shapes import local_config
+from phalanx.cost.step_memory import Unit, memory_terms, saved_bytes_per_token, units_of
+from phalanx.cost.step_work import Workload, row_tokens_for, workload_of
+from phalanx.data.batches import SampleStream, num_steps, step_samples
+from phalanx.hardware import Cluster
+from phalanx.models.config import DTYPE_BYTES, DecoderConfig
+from phalanx.models.spec import LoraSpec
+from phalanx.planner.candidates import Candidate, Choice, Layout, layouts, row_choices
+from phalanx.planner.clusters import AskedCluster, device_rates
+from phalanx.planner.profile import DataProfile
+
+OBJECTIVES = ("time", "cost", "memory")
+_DEALT_STEPS = 8  # of the data, to see what a typical step holds
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """What is trained, wherever it runs.
+
+    Attributes:
+        config: sizes; its dtype is that of compute and of frozen weights.
+        method: "lora", "full" or "pretrain"; lora: the adapters, None otherwise.
+        batch_tokens: of one optimizer step.
+        epochs: passes over the samples, or 0 and `steps`.
+        master_dtype: of what is trained.
+        checkpoints: kept at most at once.
+    """
+
+    config: DecoderConfig
+    profile: DataProfile
+    method: str = "lora"
+    lora: LoraSpec | None = None
+    batch_tokens: int = 4096
+    epochs: float = 1.0
+    steps: int = 0
+    master_dtype: str = "float32"
+    checkpoints: int = 1
+    seed: int = 0
+    choice: Choice = field(default_factory=Choice)
+
+    @cached_property
+    def stream(self) -> SampleStream:
+        """The samples in training order."""
+        return SampleStream(self.profile.samples, self.seed)
+
+    @cached_property
+    def num_steps(self) -> int:
+        """Optimizer steps of the whole job."""
+        if self.epochs:
+            return num_steps(self.stream, self.epochs, self.batch_tokens)
+        return self.steps
+
+    @cached_property
+    def documents_of_a_step(self) -> int:
+        """Of the first one."""
+        return len(step_samples(self.stream, 0, self.batch_tokens))
+
+    @property
+    def casts(self) -> bool:
+        """Whether what is trained is kept in another dtype than computes."""
+        return self.method != "lora" and self.master_dtype != self.config.dtype
+
+    @cached_property
+    def works(self) -> dict[tuple[int, int], Workload]:
+        """(data ranks, row tokens) -> what a rank computes; filled as it is asked for."""
+        return {}
+
+    def work(self, layout: Layout, row_tokens: int) -> Workload:
+        """What a rank of a layout computes in a typical step."""
+        key = (layout.num_data_ranks, row_tokens)
+        if key not in self.works:
+            self.works[key] = workload_of(
+                self.profile.samples,
+                self.config,
+                num_steps=min(self.num_steps, _DEALT_STEPS),
+                global_batch_tokens=self.batch_tokens,
+                row_tokens=row_tokens,
+                num_ranks=layout.num_data_ranks,
+                seed=self.seed,
+                lora=self.lora,
+            )
+        return replace(
+            self.works[key],
+            tensor_degree=layout.tensor,
+            splits_tokens=layout.splits_tokens,
+            num_steps=self.num_steps,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sized:
+    """A candidate with its memory.
+
+    Attributes:
+        terms: name -> bytes of a rank at the peak.
+    """
+
+    candidate: Candidate
+    work: Workload
+    terms: Mapping[str, float]
+
+    @cached_property
+    def peak_bytes(self) -> float:
+        """Of the fullest rank."""
+        return sum(self.terms.values())
+
+    @property
+    def largest_term(self) -> str:
+        """What memory is needed for most."""
+        return max(self.terms, key=lambda name: self.terms[name])
+
+
+@dataclass(frozen=True, kw_only=True)
+class PricedPlan:
+    """A candidate with its memory and its time."""
+
+    sized: Sized
+    seconds: StepSeconds
+
+    @property
+    def candidate(self) -> Candidate:
+        """The plan."""
+        return self.sized.candidate
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What a cluster can do for a training job.
+
+    Attributes:
+        limit_bytes: what a rank may fill.
+        best: the best plan that fits; None when none does.
+        smallest: the plan that needs the least memory; None when there is no legal plan.
+        num_plans, num_fit: legal plans, and those that fit.
+        num_alike: of these, plans whose time lies within the bar of the best one.
+        illegal: reason -> layouts that cannot exist.
+    """
+
+    asked: AskedCluster
+    training: Training
+    efficiency: Efficiency
+    limit_bytes: float
+    best: PricedPlan | None
+    smallest: Sized | None
+    num_plans: int
+    num_fit: int
+    num_alike: int
+    illegal: Mapping[str, int]
+
+    @property
+    def fits(self) -> bool:
+        """Whether a legal plan stays within the limit."""
+        return self.best is not None
+
+    @property
+    def hours(self) -> tuple[float, float, float]:
+        """(expected, least, most) of the whole job; a plan that fits is needed."""
+        assert self.best is not None
+        step = self.efficiency.step_s(self.best.seconds.total_s)
+        expected, least, most = (each * self.training.num_steps / 3600 for each in step)
+        return expected, least, most
+
+    @property
+    def dollars(self) -> tuple[float, float, float]:
+        """(expected, least, most) at the price of the machine's file."""
+        cluster = self.asked.cluster
+        rate = cluster.machine.price.value * cluster.num_devices
+        expected, least, most = (each * rate for each in self.hours)
+        return expected, least, most
+
+    @property
+    def bound(self) -> tuple[str, float]:
+        """What most of the step is spent on, and its share."""
+        assert self.best is not None
+        shares = self.best.seconds.shares()
+        name = max(shares, key=lambda each: shares[each])
+        return name, shares[name]
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        cluster = self.asked.cluster
+        table: dict[str, Any] = {
+            "cluster": str(cluster),
+            "asked": self.asked.text,
+            "note": self.asked.note,
+            "fits": self.fits,
+            "usable_bytes": self.limit_bytes,
+            "plans": self.num_plans,
+            "plans_that_fit": self.num_fit,
+            "indistinguishable": self.num_alike,
+            "illegal": dict(self.illegal),
+            "efficiency": self.efficiency.describe(),
+        }
+        sized = self.best.sized if self.best else self.smallest
+        if sized is not None:
+            table["peak_bytes"], table["memory"] = sized.peak_bytes, dict(sized.terms)
+            table["plan"] = {
+                "mesh": sized.candidate.layout.mesh.to_dict(),
+                "specs": sized.candidate.layout.tables(),
+                "row_tokens": sized.candidate.row_tokens,
+                "recompute": sized.candidate.recompute,
+            }
+        if self.best is not None:
+            names = ("expected", "least", "most")
+            table["hours"] = dict(zip(names, self.hours))
+            table["dollars"] = dict(zip(names, self.dollars))
+            table["formula_step_s"] = self.best.seconds.total_s
+            table["seconds"] = dict(self.best.seconds.parts)
+            table["shares"] = self.best.seconds.shares()
+        return table
+
+
+def limit_of(cluster: Cluster, limit_bytes: float) -> float:
+    """Bytes that a rank may fill: what the device leaves, or less where the job says so."""
+    usable = cluster.machine.usable_bytes
+    return min(limit_bytes, usable) if limit_bytes else usable
+
+
+def answer(
+    training: Training,
+    asked: AskedCluster,
+    *,
+    minimise: str = "time",
+    limit_bytes: float = 0.0,
+) -> Answer:
+    """Price every legal plan of a cluster.
+
+    Args:
+        minimise: "time", "cost" (the same on one cluster) or "memory".
+        limit_bytes: of a rank (0: what the device leaves).
+    """
+    cluster = asked.cluster
+    illegal: Counter[str] = Counter()
+    limit = limit_of(cluster, limit_bytes)
+    sized, fitting, smallest = 0, [], None
+    for each, parts in _sized_plans(training, cluster, illegal):
+        sized += 1
+        if smallest is None or each.peak_bytes < smallest.peak_bytes:
+            smallest = each
+        if each.peak_bytes <= limit:
+            fitting.append((each, parts))
+    rates = device_rates(cluster.machine)
+    priced = [
+        PricedPlan(
+            sized=each,
+            seconds=step_seconds(
+                training.config,
+                each.work,
+                parts.groups,
+                parts.units,
+                each.candidate.layout.specs,
+                rates,
+                mesh=each.candidate.layout.mesh,
+                recompute=each.candidate.recompute,
+            ),
+        )
+        for each, parts in fitting
+    ]
+    efficiency = efficiency_of(cluster.machine, training.method)
+    best = min(priced, key=lambda plan: _rank(plan, minimise), default=None)
+    most_s = efficiency.step_s(best.seconds.total_s)[2] if best else 0.0
+    alike = [p for p in priced if efficiency.step_s(p.seconds.total_s)[0] <= most_s]
+    return Answer(
+        asked=asked,
+        training=training,
+        efficiency=efficiency,
+        limit_bytes=limit,
+        best=best,
+        smallest=smallest,
+        num_plans=sized,
+        num_fit=len(priced),
+        num_alike=len(alike),
+        illegal=dict(illegal),
+    )
+
+
+def _rank(plan: PricedPlan, minimise: str) -> tuple[float, float]:
+    seconds, peak = plan.seconds.total_s, plan.sized.peak_bytes
+    return (peak, seconds) if minimise == "memory" else (seconds, peak)
+
+
+def smallest_plan(training: Training, cluster: Cluster) -> Sized | None:
+    """The plan that needs the least memory of a rank; None when no plan is legal."""
+    plans = (each for each, _ in _sized_plans(training, cluster, Counter()))
+    return min(plans, key=lambda each: each.peak_bytes, default=None)
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """What candidates of one layout share."""
+
+    units: Sequence[Unit]
+    groups: Sequence[OperatorGroup]
+
+
+def _sized_plans(
+    training: Training, cluster: Cluster, illegal: Counter[str]
+) -> Iterator[tuple[Sized, _Parts]]:
+    """Every legal candidate of a cluster with its memory."""
+    config, choice = training.config, training.choice
+    saved: dict[tuple[int, bool, str, int], float] = {}
+    grouped: dict[tuple[int, bool, int], tuple[OperatorGroup, ...]] = {}
+    for layout in layouts(
+        config,
+        cluster.num_devices,
+        cluster.machine.devices_per_domain,
+        casts=training.casts,
+        most_data_ranks=training.documents_of_a_step,
+        illegal=illegal,
+        mesh=choice.mesh,
+    ):
+        local = local_config(config, layout.tensor)
+        multiple = layout.tensor if layout.splits_tokens else 1
+        least = row_tokens_for(training.profile.longest, multiple)
+        share = training.batch_tokens / layout.num_data_ranks
+        units: list[Unit] = []
+        for row_tokens in row_choices(least, share, choice.row_tokens):
+            work = training.work(layout, row_tokens)
+            units = units or _units(training, local, layout, work)
+            kind = (layout.tensor, layout.splits_tokens, work.document_tokens)
+            if kind not in grouped:
+                grouped[kind] = operator_groups(local, work)
+            for recompute in choice.recompute:
+                key = (*kind[:2], recompute, work.document_tokens)
+                if key not in saved:
+                    saved[key] = saved_bytes_per_token(local, work, recompute)
+                terms = memory_terms(
+                    local, work, units, recompute=recompute, saved_per_token=saved[key]
+                )
+                candidate = Candidate(layout=layout, recompute=recompute, row_tokens=row_tokens)
+                found = Sized(candidate=candidate, work=work, terms=terms)
+                yield found, _Parts(units, grouped[kind])
+
+
+def _units(training: Training, local: DecoderConfig, layout: Layout, work: Workload) -> list[Unit]:
+    data = [spec for spec in layout.specs if spec.family == "data"]
+    return units_of(local, work, data, layout.mesh, DTYPE_BYTES[training.master_dtype])
