@@ -7,7 +7,7 @@ and a tolerance; a report with a missed gate makes commands exit 1.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -86,6 +86,12 @@ class Report:
         rows = [asdict(row) | {"passed": row.passed} for row in self.rows]
         head = {"format_version": FORMAT_VERSION, "kind": "report", "title": self.title}
         return head | {"rows": rows, "notes": self.notes}
+
+    @staticmethod
+    def from_dict(table: Mapping[str, Any]) -> Report:
+        """What `to_dict` gave, from another process of this version."""
+        rows = [Row(**{k: v for k, v in row.items() if k != "passed"}) for row in table["rows"]]
+        return Report(table["title"], rows, dict(table["notes"]))
 
     def save(self, path: str | Path) -> None:
         """Write the JSON form."""

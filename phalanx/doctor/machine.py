@@ -60,6 +60,15 @@ def usable_cores() -> float:
     return usable
 
 
+def process_age_s() -> float:
+    """Seconds since this process was created; 0 where the kernel does not say."""
+    fields = _text("/proc/self/stat").rpartition(")")[2].split()  # its name may hold spaces
+    uptime = _text("/proc/uptime").split()
+    if len(fields) < 20 or not uptime:
+        return 0.0
+    return max(0.0, float(uptime[0]) - int(fields[19]) / os.sysconf("SC_CLK_TCK"))
+
+
 def memory_bytes() -> tuple[float, float]:
     """Total and available memory of the machine."""
     table = {}
@@ -85,6 +94,13 @@ def cgroup_memory_bytes() -> tuple[float | None, float]:
             usage = _text(folder / "memory.current") or _text(folder / "memory.usage_in_bytes")
             used = float(usage or 0)
     return limit, used
+
+
+def available_bytes() -> float:
+    """Memory that this process may still take: of the machine, within its cgroup."""
+    limit, used = cgroup_memory_bytes()
+    available = memory_bytes()[1]
+    return available if limit is None else min(available, limit - used)
 
 
 def _cgroup_folders(controller: str) -> list[Path]:

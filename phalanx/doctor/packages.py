@@ -24,7 +24,7 @@ CORE = (
 # extra -> (requirements, what it is for)
 EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
     "torch": (("torch>=2.13,<2.14",), "training and serving; plans and simulations do without"),
-    "serve": (("fastapi>=0.115", "uvicorn>=0.30"), "the HTTP server"),
+    "serve": (("fastapi>=0.115", "uvicorn>=0.30", "prometheus-client>=0.21"), "the HTTP server"),
     "report": (("matplotlib>=3.9",), "pictures in reports"),
     "hf": (
         ("transformers>=5.20,<6", "peft>=0.20", "gguf>=0.17"),

@@ -26,7 +26,7 @@ from phalanx.models.config import DecoderConfig, to_huggingface
 from phalanx.plan import locked_versions
 from phalanx.planner.here import device_here, row_plan, tensor_bytes, training_shape
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 _WORKER = "phalanx.engines.operator_bench"
 
 
@@ -42,7 +42,8 @@ def calibrate(
         device: "cpu" or "cuda".
 
     Returns:
-        A table that JSON can hold: "rates", rate key -> {"value", "unit", "cpu_value"}; "made_of",
+        A table that JSON can hold: "rates", rate key -> {"value", "unit", "cpu_value"} ("start":
+        seconds that a process takes to be there); "made_of",
         what it was measured for; "measured_s", how long it took; "cores_frac", the share of its
         cores that this job got while measuring (much below 1: other programs compete).
 

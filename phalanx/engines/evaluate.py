@@ -16,10 +16,9 @@ from torch import Tensor
 from phalanx.data.batches import SampleStream, StepBatch, whole_pass
 from phalanx.data.samples import Sample, Samples
 from phalanx.data.tokenise import TextTokenizer
+from phalanx.engines.result import NUM_SAMPLES, SAMPLE_TOKENS
 from phalanx.engines.trainer_model import TrainModel
 from phalanx.engines.trainer_step import row_loss
-
-NUM_SAMPLES, SAMPLE_TOKENS = 2, 40
 
 
 class HeldOut:

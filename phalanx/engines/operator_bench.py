@@ -28,6 +28,7 @@ from torch.distributed.fsdp import fully_shard
 import phalanx.engines.train  # noqa: F401  to hold what a training process holds
 from phalanx.cost.local_shapes import local_config
 from phalanx.cost.training import RateKey, Workload, rate_key
+from phalanx.doctor.machine import process_age_s
 from phalanx.engines.optim import ShardedAdamW
 from phalanx.engines.process import Process, resident_bytes, start_process
 from phalanx.mesh import Mesh
@@ -81,11 +82,13 @@ def main(arguments: list[str]) -> int:
     task = json.loads(Path(arguments[0]).read_text())
     torch.manual_seed(0)
     with start_process(task["device"], Mesh(shard=task["num_processes"])) as process:
+        start_s = process_age_s()
         torch.set_default_device(process.device)
         work = Workload(**task["work"])
         config = local_config(parse_config(task["config"]), work.tensor_degree)
         bench = OperatorBench(process, config, work)
         rates = bench.measure() | _library_bytes(process, bench, baseline_bytes)
+        rates["start"] = Rate(start_s, "s")  # from its creation to a joined group
         if process.leads:
             table = {key: rate._asdict() for key, rate in rates.items()}
             Path(arguments[1]).write_text(json.dumps(table))

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 FILE_NAME = "train.json"
+NUM_SAMPLES, SAMPLE_TOKENS = 3, 40  # greedy answers before and after, and their length at most
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -114,7 +114,15 @@ def test_gpu_lines_of_nvidia_smi_keep_name_memory_and_driver(monkeypatch):
     assert machine.gpus() == ["NVIDIA H200, 143771 MiB, driver 570.1"] * 2
 
 
+def test_the_age_of_a_process_counts_from_its_creation(kernel, monkeypatch):
+    monkeypatch.setattr(machine.os, "sysconf", lambda name: 100)
+    kernel["/proc/uptime"] = "1000.50 7.0\n"
+    kernel["/proc/self/stat"] = "12 (a name) " + "0 " * 19 + "99850 0"
+    assert machine.process_age_s() == pytest.approx(2.0)
+
+
 def test_a_machine_without_proc_still_answers(kernel):
+    assert machine.process_age_s() == 0.0
     assert machine.usable_cores() >= 1
     assert machine.memory_bytes()[0] > 0
     assert machine.processor_name()

@@ -7,12 +7,13 @@ launcher such as torchrun started it as one of the ranks itself.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from phalanx.cost.training import Workload
 from phalanx.data.prepare import Prepared, prepare
 from phalanx.engines.calibrate import calibrate, workload
 from phalanx.engines.callbacks import load_callbacks
@@ -41,7 +42,8 @@ from phalanx.planner.here import (
     plan_here,
     training_shape,
 )
-from phalanx.report import Report
+from phalanx.report import Report, Row
+from phalanx.units import format_bytes
 
 _BUSY_FRAC = 0.8
 _OF_A_RUN = (FILE_NAME, "metrics.jsonl", "checkpoints")  # what a folder has once ranks ran in it
@@ -97,12 +99,19 @@ class Ready:
 
     Attributes:
         source, data: the model and the samples, as the ranks will find them.
+        work: the typical step.
     """
 
     asked: Asked
     source: ModelSource
     data: Prepared
+    work: Workload
     plan: Plan
+
+    @property
+    def rates(self) -> Mapping[str, float]:
+        """What this machine needs per operator, as measured for the plan."""
+        return self.plan.hardware["rates"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,8 +162,15 @@ def asked_again(folder: str | Path, changes: dict[str, Any] | None = None) -> As
     return Asked(job=job, folder=Path(folder), resume=True)
 
 
-def make_ready(asked: Asked, say: Callable[[str], None]) -> Ready:
+def make_ready(
+    asked: Asked,
+    say: Callable[[str], None],
+    forecast: Callable[[Ready], Sequence[Row]] | None = None,
+) -> Ready:
     """Prepare the data, measure the machine, plan; write job.json and plan.json.
+
+    Args:
+        forecast: gives further predictions, which the lockfile then holds too.
 
     Raises:
         PhalanxError: whatever can be known before a process starts.
@@ -168,13 +184,31 @@ def make_ready(asked: Asked, say: Callable[[str], None]) -> Ready:
     data = prepare(data_settings(asked.job, source.config), source.tokenizer_folder)
     audit = {name: count for name, count in asdict(data.audit).items() if count}
     say("data: " + ", ".join(f"{name.replace('_', ' ')} {count}" for name, count in audit.items()))
-    plan = given or _planned(asked, source, data, say)
+    work = workload(asked.job, source.config, data, asked.num_ranks)
+    plan = given or _planned(asked, source, work, say)
+    ready = Ready(asked=asked, source=source, data=data, work=work, plan=plan)
+    if forecast is not None:
+        rows = [*plan.predictions, *map(asdict, forecast(ready))]
+        ready = replace(ready, plan=replace(plan, predictions=_last_of_each(rows)))
     asked.folder.mkdir(parents=True, exist_ok=True)
     write_job(asked.job, asked.folder)
-    plan.save(asked.folder / PLAN_FILE)
-    for row in plan.predictions:
-        say(f"predicted: {row['quantity']} = {row['value']:.4g} {row['unit']}")
-    return Ready(asked=asked, source=source, data=data, plan=plan)
+    ready.plan.save(asked.folder / PLAN_FILE)
+    for row in ready.plan.predictions:
+        say(f"predicted: {_said(row)}")
+    return ready
+
+
+def _last_of_each(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """One row of each quantity: a lockfile that is run again is forecast again."""
+    return list({row["quantity"]: row for row in rows}.values())
+
+
+def _said(row: Mapping[str, Any]) -> str:
+    value = row["value"]
+    if value is None:
+        return f"{row['quantity']}: unknown ({row['note']})"
+    shown = format_bytes(value) if row["unit"] == "bytes" else f"{value:.4g} {row['unit']}"
+    return f"{row['quantity']} = {shown.removesuffix(' 1')} ({row['source']})"
 
 
 def _require_writable(folder: Path) -> None:
@@ -203,8 +237,7 @@ def _require_outcome(asked: Asked, source: ModelSource) -> None:
         require_free(asked.folder, weight_bytes(source.config))
 
 
-def _planned(asked: Asked, source: ModelSource, data: Prepared, say: Callable[[str], None]) -> Plan:
-    work = workload(asked.job, source.config, data, asked.num_ranks)
+def _planned(asked: Asked, source: ModelSource, work: Workload, say: Callable[[str], None]) -> Plan:
     num_measuring = asked.num_local_ranks or asked.num_ranks
     say(f"calibrating: {num_measuring} processes measure this machine (once per job)")
     rates = calibrate(source.config, work, num_processes=num_measuring, device=device_here())
