@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from phalanx.cli.job import FLAGS, JobFile
-from phalanx.cli.output import JsonFile, emit, progress, show_report, versioned, write
+from phalanx.cli.output import JsonFile, emit, progress, versioned, write
 
 
 def register(app: typer.Typer) -> None:
@@ -26,10 +26,11 @@ def run(
     check: Annotated[bool, typer.Option("--check", help="Exit 1 on a missed gate.")] = False,
     json_file: JsonFile = "",
 ) -> None:
-    """Plan, train, export, serve and report a job; --section.key VALUE overrides the file."""
+    """Plan, tune, export, prove, serve and report a job; --section.key VALUE beats the file."""
     from phalanx.engines.whole.run import run_job
     from phalanx.engines.whole.train_job import asked_anew
     from phalanx.job import load_job, parse_flags
+    from phalanx.pages import terminal
 
     asked = asked_anew(load_job(job, parse_flags(context.args)), folder, plan_file=plan)
     target = asked.folder
@@ -37,9 +38,8 @@ def run(
     document = versioned("run", folder=str(target), report=result.report.to_dict())
 
     def show() -> None:
-        show_report(result.report)
-        write(f"\n{target}/report.md, report.json, loss.png, trace.perfetto.json\n")
-        write(f"serve it: phalanx serve {target}/export\n")
+        write("\n".join(terminal(result.report)) + "\n")
+        write(f"\n{target}/report.html, report.md, report.json, trace.perfetto.json\n")
 
     emit(document, json_file, show)
     if check and result.report.missed:

@@ -56,6 +56,7 @@ class TrainRun:
         self.memory = PeakMemory(process.device, baseline_bytes)
         self.progress = Progress(0)
         self.answers_before: list[list[int]] = []
+        self._peak_bytes: int | None = None
 
     def go(self) -> TrainResult:
         """Model, evaluation, steps, evaluation, export."""
@@ -68,7 +69,7 @@ class TrainRun:
             with StopSignal() as signal:
                 self._begin(is_new=not goes_on)
                 stopped = self._steps(signal)
-                peak_bytes = self.process.sum(self.memory.peak_bytes())
+                peak_bytes = self.process.sum(self._peak())
                 written = self._end(stopped)
         except BaseException as error:
             self.report.callbacks.end(error)
@@ -164,7 +165,9 @@ class TrainRun:
             **self.parts.rows,
         )
         lr = self.parts.learning_rate(number)
-        profiled = 0 < number <= self.job.plan.profile_steps  # the first step warms up
+        profiled = 0 < self.parts.num_steps - number <= self.job.plan.profile_steps
+        if profiled and self._peak_bytes is None:
+            self._peak_bytes = self._peak()  # what a profiler takes is none of the job's
         stops = (signal.requested, bool(self.report.callbacks.stop_reason))
         with self.parts.profile.step(number, self.report.trace) if profiled else nullcontext():
             outcome = self.parts.stepper.run(batch, number, lr, stops)
@@ -179,6 +182,9 @@ class TrainRun:
         self.report.hold(Held(number, batch, lr, outcome, spans, before))
         own_tokens = sum(len(row.tokens_S) for row in batch.micro_batches)
         self.parts.weights.clock.add(outcome.cpu_s, own_tokens)
+
+    def _peak(self) -> int:
+        return self.memory.peak_bytes() if self._peak_bytes is None else self._peak_bytes
 
     def _after_step(self) -> str:
         """What is due after a step; a reason to stop, the same on all ranks, or ""."""

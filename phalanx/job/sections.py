@@ -179,7 +179,7 @@ class PlanSection:
         "activations computed again in the backward pass",
         choices=("none", "selective", "full"),
     )
-    profile_steps: int = key(0, "steps of which every operator is recorded", low=0)
+    profile_steps: int = key(0, "last steps, of which every operator is recorded", low=0)
     checkpoint_every: int = key(0, "steps between checkpoints (0: only when stopped)", low=0)
     keep_checkpoints: int = key(2, "of the last ones", low=1)
     check_weights_every: int = key(50, "steps between comparisons of replicas (0: never)", low=0)

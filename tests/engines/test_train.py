@@ -88,12 +88,12 @@ def test_run_folder_holds_what_the_result_says(tmp_path, source):
     assert sorted(zip(spans.column("rank"), spans.column("step"))) == [
         (rank, step) for rank in range(2) for step in range(4)
     ]
-    operators = trace.where(rank=1, step=1)
+    operators = trace.where(rank=1, step=3)  # the last step is the one that is recorded
     in_layers = {(layer, phase) for layer, phase in zip(*map(operators.column, ("layer", "phase")))}
     assert {("model.layers.1", ""), ("model.layers.1", "B")} <= in_layers
     gathers = operators.where(operator="all_gather", axis="shard")
     # two layers, forward and backward of every micro-batch; the root once
-    assert len(gathers) == 1 + 2 * 2 * steps[1]["micro_batches"]
+    assert len(gathers) == 1 + 2 * 2 * steps[3]["micro_batches"]
 
 
 @pytest.fixture(scope="module")
@@ -166,7 +166,7 @@ def test_frozen_weights_travel_once_and_adapters_once_a_step(tmp_path, source, b
     trace = Trace.load(folder / "trace.npz")
     tensors = lora_tensors(read_config(base_folder), LoraSpec(rank=3, alpha=12.0)).values()
     padded = sum(-(-spec.shape[0] // 2) * 2 * spec.shape[1] for spec in tensors)
-    for step in (1, 2):
+    for step in (2, 3):
         of_step = trace.where(rank=0, step=step, axis="shard")
         for kind in ("all_gather", "reduce_scatter"):
             assert of_step.where(operator=kind).column("payload_bytes").tolist() == [4 * padded]
