@@ -99,12 +99,14 @@ void gradient_row(bf16* raw, std::int64_t count, float cap, float lse) {
 extern "C" {
 
 // out = act(a) * b, act(a) rounded as torch rounds it in between. kind: 0 gelu (tanh), 1 silu.
-void phalanx_gate_forward(const bf16* a, const bf16* b, bf16* out, std::int64_t size, int kind) {
+void phalanx_gate_forward(const bf16* a, const bf16* b, bf16* out, std::int64_t size,
+                          std::int64_t kind) {
   kind == 0 ? gate_forward<true>(a, b, out, size) : gate_forward<false>(a, b, out, size);
 }
 
 void phalanx_gate_backward(const bf16* grad, const bf16* a, const bf16* b, bf16* grad_a,
-                           bf16* grad_b, std::int64_t size, int kind) {
+                           bf16* grad_b, std::int64_t size,
+                          std::int64_t kind) {
   kind == 0 ? gate_backward<true>(grad, a, b, grad_a, grad_b, size)
             : gate_backward<false>(grad, a, b, grad_a, grad_b, size);
 }
