@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-MOST_CANDIDATES = 64
+from phalanx.ops import native
+
 _TILE_TOKENS = 1 << 14
 
 
@@ -42,6 +43,10 @@ def best(
     Order, ties, NaN and the soft-cap are as for `greedy`: of equal logits the lowest token comes
     first, and NaN before all numbers.
 
+    For bfloat16 on CPUs and N <= 64, logits are compared and given unrounded, and a row's result
+    depends on no other row. Elsewhere they are rounded to the weights' dtype, as `F.linear` gives
+    them.
+
     Args:
         count: N, at most V.
 
@@ -49,8 +54,24 @@ def best(
         Capped logits [R, N], in at least float32, and tokens [R, N], int64.
     """
     count = min(count, head_VD.shape[0])
-    logits_RN, tokens_RN = _best_by_tiles(hidden_RD, head_VD, count)
-    return _capped(logits_RN, soft_cap), tokens_RN
+    if torch.compiler.is_compiling():
+        return registered(hidden_RD, head_VD, count, soft_cap)
+    return _computed(hidden_RD, head_VD, count, soft_cap)
+
+
+def _computed(
+    hidden_RD: Tensor, head_VD: Tensor, count: int, soft_cap: float | None
+) -> tuple[Tensor, Tensor]:
+    is_served = count <= native.MOST_CANDIDATES and native.serves(hidden_RD, head_VD)
+    if not is_served or not hidden_RD.shape[0] or not head_VD.is_contiguous():
+        logits_RN, tokens_RN = best_by_tiles(hidden_RD, head_VD, count)
+        return _capped(logits_RN, soft_cap), tokens_RN
+    if hidden_RD.shape[0] <= native.MOST_ROWS:
+        return native.vocabulary_best(hidden_RD, head_VD, count, soft_cap)
+    parts = hidden_RD.split(native.MOST_ROWS)
+    pairs = [native.vocabulary_best(part, head_VD, count, soft_cap) for part in parts]
+    logits, tokens = zip(*pairs)
+    return torch.cat(logits), torch.cat(tokens)
 
 
 def _capped(logits: Tensor, soft_cap: float | None) -> Tensor:
@@ -58,7 +79,7 @@ def _capped(logits: Tensor, soft_cap: float | None) -> Tensor:
     return wide if soft_cap is None else soft_cap * torch.tanh(wide / soft_cap)
 
 
-def _best_by_tiles(hidden_RD: Tensor, head_VD: Tensor, count: int) -> tuple[Tensor, Tensor]:
+def best_by_tiles(hidden_RD: Tensor, head_VD: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """The reference: tiles of the vocabulary one after the other, in plain torch."""
     logits_RN = tokens_RN = None
     for start in range(0, head_VD.shape[0], _TILE_TOKENS):
@@ -86,3 +107,18 @@ def _best_places(logits_RV: Tensor, count: int) -> Tensor:
     places_RN = taken_RV.nonzero()[:, 1].view(-1, count)
     order_RN = ranked_RV.gather(1, places_RN).sort(dim=-1, descending=True, stable=True).indices
     return places_RN.gather(1, order_RN)
+
+
+@torch.library.custom_op("phalanx::vocabulary_best", mutates_args=())
+def registered(
+    hidden_RD: Tensor, head_VD: Tensor, count: int, soft_cap: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """`best` as an operator of torch, for graphs and fake tensors."""
+    return _computed(hidden_RD, head_VD, count, soft_cap)
+
+
+@registered.register_fake
+def _(hidden_RD, head_VD, count, soft_cap=None):
+    shape = (hidden_RD.shape[0], count)
+    wide = torch.promote_types(hidden_RD.dtype, torch.float32)
+    return hidden_RD.new_empty(shape, dtype=wide), hidden_RD.new_empty(shape, dtype=torch.int64)
