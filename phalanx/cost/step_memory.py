@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 
 from phalanx.cost.step_work import Workload
 from phalanx.mesh import Mesh
@@ -56,9 +57,10 @@ def units_of(
     degree = mesh.degree(shard.axis) if shard else 1
     stored = DTYPE_BYTES[config.dtype]
     adapters = list(lora_tensors(config, work.lora).values()) if work.lora else []
+    rules = shard.rules() if shard else ()  # made once: a decoder has a thousand tensors
     by_unit: dict[str, list[TensorSpec]] = {}
     for spec in (*canonical_tensors(config).values(), *adapters):
-        by_unit.setdefault(_unit_name(spec.name, shard), []).append(spec)
+        by_unit.setdefault(_unit_name(spec.name, rules), []).append(spec)
     units = []
     for tensors in by_unit.values():
         held, gathered, trained, num_trained = 0.0, 0.0, 0.0, 0
@@ -69,19 +71,24 @@ def units_of(
             gathered += spec.num_elements * share * degree * stored if shard else 0.0
             trained += spec.num_elements * share * is_trained
             num_trained += spec.num_elements * is_trained
-        rule = shard.rule_for(tensors[0].name.removesuffix(".weight")) if shard else None
+        rule = _rule_for(tensors[0].name.removesuffix(".weight"), rules)
         units.append(Unit(rule, held, gathered, trained, num_trained))
     return units
 
 
-def _unit_name(tensor: str, shard: Spec | None) -> str:
+def _unit_name(tensor: str, rules: Sequence[Rule]) -> str:
     """The unit that claims a tensor: its layer, the root (""), or modules taken out by a rule."""
     parts = tensor.split(".")
     layer = ".".join(parts[:3]) if parts[1] == "layers" else ""
-    rule = shard.rule_for(tensor.removesuffix(".weight")) if shard else None
-    if shard is None or rule in (shard.rule_for(layer), shard.rule_for("")):
+    rule = _rule_for(tensor.removesuffix(".weight"), rules)
+    if rule is None or rule in (_rule_for(layer, rules), _rule_for("", rules)):
         return layer
-    return rule.pattern if rule else layer
+    return rule.pattern
+
+
+def _rule_for(module: str, rules: Sequence[Rule]) -> Rule | None:
+    """As `Spec.rule_for`."""
+    return next((rule for rule in rules if fnmatchcase(module, rule.pattern)), None)
 
 
 def memory_terms(

@@ -121,12 +121,13 @@ def workload_of(
         held_out: samples that an evaluation scores, as one more step of shapes.
     """
     stream, start = SampleStream(samples, seed), 0
+    weight = counted_weight(config)
     steps: list[_Dealt] = []
     for _ in range(min(num_steps, _MOST_STEPS)):
         counters = step_samples(stream, start, global_batch_tokens)
-        steps.append(_dealt(stream, counters, config, row_tokens, num_ranks, multiple))
+        steps.append(_dealt(stream, counters, weight, row_tokens, num_ranks, multiple))
         start = counters.stop
-    heaviest = [step.heaviest_rank(num_ranks, counted_weight(config)) for step in steps]
+    heaviest = [step.heaviest_rank(num_ranks, weight) for step in steps]
     tokens, counted = (mean(column) for column in zip(*heaviest))
     num_items = mean(len(step.rows) / num_ranks for step in steps)
     lengths = samples.lengths.astype(float)
@@ -134,7 +135,7 @@ def workload_of(
     if held_out is not None and len(held_out):
         stream = SampleStream(held_out, seed)
         counters = range(len(held_out))
-        seen.append(_dealt(stream, counters, config, row_tokens, num_ranks, multiple))
+        seen.append(_dealt(stream, counters, weight, row_tokens, num_ranks, multiple))
     rows = [row for step in seen for row in step.rows if row]
     return Workload(
         tokens=tokens,
@@ -177,14 +178,13 @@ class _Dealt(NamedTuple):
 def _dealt(
     stream: SampleStream,
     counters: range,
-    config: DecoderConfig,
+    weight: float,
     row_tokens: int,
     num_ranks: int,
     multiple: int,
 ) -> _Dealt:
     lengths = [stream.length(counter) for counter in counters]
     counted = [stream.num_counted(counter) for counter in counters]
-    weight = counted_weight(config)
     work = [n + weight * c for n, c in zip(lengths, counted)]
     rows = deal(lengths, work, row_tokens=row_tokens, num_ranks=num_ranks)
     return _Dealt(

@@ -81,13 +81,13 @@ class Layout:
         parts = []
         if self.replicate > 1:
             parts.append(f"{self.replicate} replicas")
-        if self.is_sharded:
+        if self.shard > 1:
             kept = ", kept gathered" if self.keeps_gathered else ""
             parts.append(f"FSDP over {self.shard}{kept}")
         if self.tensor > 1:
             kind = "tensor + sequence" if self.splits_tokens else "tensor"
             parts.append(f"{kind} parallel over {self.tensor}")
-        return " x ".join(parts) or "one device"
+        return "; ".join(parts) or "one device"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,8 +105,8 @@ class Candidate:
     def describe(self) -> str:
         """In a line."""
         rows = f"rows of {self.row_tokens:,} tokens"
-        again = "" if self.recompute == "none" else f", {self.recompute} recomputation"
-        return f"{self.layout.describe()}, {rows}{again}"
+        again = "" if self.recompute == "none" else f"; {self.recompute} recomputation"
+        return f"{self.layout.describe()}; {rows}{again}"
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ Memory is `cost.step_memory`, seconds are `cost.cluster_step` with the bars of `
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -25,7 +25,25 @@ from phalanx.planner.clusters import AskedCluster, device_rates
 from phalanx.planner.profile import DataProfile
 
 OBJECTIVES = ("time", "cost", "memory")
+# peaks of real runs stayed within so much of the formula (docs/performance.md); a plan with less
+# room than that is chosen only where there is no other
+MEMORY_ERROR_FRAC = 0.08
 _DEALT_STEPS = 8  # of the data, to see what a typical step holds
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What many candidates share, filled as it is asked for.
+
+    Attributes:
+        groups: (tensor degree, tokens split, document tokens) -> operators of a rank.
+        saved: the same and recomputation -> bytes that autograd keeps of a token.
+        units: tensor degree, sharding -> units of the data specs.
+    """
+
+    groups: dict[tuple, tuple[OperatorGroup, ...]] = field(default_factory=dict)
+    saved: dict[tuple, float] = field(default_factory=dict)
+    units: dict[tuple, list[Unit]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +97,11 @@ class Training:
     def works(self) -> dict[tuple[int, int], Workload]:
         """(data ranks, row tokens) -> what a rank computes; filled as it is asked for."""
         return {}
+
+    @cached_property
+    def parts(self) -> Parts:
+        """What plans share, on all clusters."""
+        return Parts()
 
     def work(self, layout: Layout, row_tokens: int) -> Workload:
         """What a rank of a layout computes in a typical step."""
@@ -144,6 +167,7 @@ class Answer:
 
     Attributes:
         limit_bytes: what a rank may fill.
+        limit_s: of the whole job (0: none).
         best: the best plan that fits; None when none does.
         smallest: the plan that needs the least memory; None when there is no legal plan.
         num_plans, num_fit: legal plans, and those that fit.
@@ -155,6 +179,7 @@ class Answer:
     training: Training
     efficiency: Efficiency
     limit_bytes: float
+    limit_s: float
     best: PricedPlan | None
     smallest: Sized | None
     num_plans: int
@@ -164,8 +189,19 @@ class Answer:
 
     @property
     def fits(self) -> bool:
-        """Whether a legal plan stays within the limit."""
-        return self.best is not None
+        """Whether the best plan stays within memory, and is expected to within the time."""
+        if self.best is None:
+            return False
+        return not self.limit_s or 3600 * self.hours[0] <= self.limit_s
+
+    @property
+    def verdict(self) -> str:
+        """fits, tight (less room than the formula's error), too slow, does not fit, no plan."""
+        if self.best is None:
+            return "does not fit" if self.smallest else "no legal plan"
+        if not self.fits:
+            return "too slow"
+        return "tight" if is_tight(self.best.sized.peak_bytes, self.limit_bytes) else "fits"
 
     @property
     def hours(self) -> tuple[float, float, float]:
@@ -199,6 +235,7 @@ class Answer:
             "asked": self.asked.text,
             "note": self.asked.note,
             "fits": self.fits,
+            "verdict": self.verdict,
             "usable_bytes": self.limit_bytes,
             "plans": self.num_plans,
             "plans_that_fit": self.num_fit,
@@ -237,86 +274,61 @@ def answer(
     *,
     minimise: str = "time",
     limit_bytes: float = 0.0,
+    limit_s: float = 0.0,
 ) -> Answer:
     """Price every legal plan of a cluster.
 
     Args:
         minimise: "time", "cost" (the same on one cluster) or "memory".
         limit_bytes: of a rank (0: what the device leaves).
+        limit_s: of the whole job (0: none).
     """
     cluster = asked.cluster
     illegal: Counter[str] = Counter()
     limit = limit_of(cluster, limit_bytes)
-    sized, fitting, smallest = 0, [], None
-    for each, parts in _sized_plans(training, cluster, illegal):
-        sized += 1
-        if smallest is None or each.peak_bytes < smallest.peak_bytes:
-            smallest = each
-        if each.peak_bytes <= limit:
-            fitting.append((each, parts))
-    rates = device_rates(cluster.machine)
-    priced = [
-        PricedPlan(
-            sized=each,
-            seconds=step_seconds(
-                training.config,
-                each.work,
-                parts.groups,
-                parts.units,
-                each.candidate.layout.specs,
-                rates,
-                mesh=each.candidate.layout.mesh,
-                recompute=each.candidate.recompute,
-            ),
-        )
-        for each, parts in fitting
-    ]
+    sized = list(_sized_plans(training, cluster, illegal))
+    plans = [priced(training, cluster, each) for each in sized if each.peak_bytes <= limit]
     efficiency = efficiency_of(cluster.machine, training.method)
-    best = min(priced, key=lambda plan: _rank(plan, minimise), default=None)
+    best = min(plans, key=lambda plan: _rank(plan, minimise, limit), default=None)
     most_s = efficiency.step_s(best.seconds.total_s)[2] if best else 0.0
-    alike = [p for p in priced if efficiency.step_s(p.seconds.total_s)[0] <= most_s]
+    alike = [p for p in plans if efficiency.step_s(p.seconds.total_s)[0] <= most_s]
     return Answer(
         asked=asked,
         training=training,
         efficiency=efficiency,
         limit_bytes=limit,
+        limit_s=limit_s,
         best=best,
-        smallest=smallest,
-        num_plans=sized,
-        num_fit=len(priced),
+        smallest=min(sized, key=lambda each: each.peak_bytes, default=None),
+        num_plans=len(sized),
+        num_fit=len(plans),
         num_alike=len(alike),
         illegal=dict(illegal),
     )
 
 
-def _rank(plan: PricedPlan, minimise: str) -> tuple[float, float]:
+def _rank(plan: PricedPlan, minimise: str, limit_bytes: float) -> tuple[bool, float, float]:
     seconds, peak = plan.seconds.total_s, plan.sized.peak_bytes
-    return (peak, seconds) if minimise == "memory" else (seconds, peak)
+    order = (peak, seconds) if minimise == "memory" else (seconds, peak)
+    return (is_tight(peak, limit_bytes), *order)
+
+
+def is_tight(peak_bytes: float, limit_bytes: float) -> bool:
+    """Whether the error of the formula is more than the room that is left."""
+    return peak_bytes * (1 + MEMORY_ERROR_FRAC) > limit_bytes
 
 
 def smallest_plan(training: Training, cluster: Cluster) -> Sized | None:
     """The plan that needs the least memory of a rank; None when no plan is legal."""
-    plans = (each for each, _ in _sized_plans(training, cluster, Counter()))
+    plans = _sized_plans(training, cluster, Counter())
     return min(plans, key=lambda each: each.peak_bytes, default=None)
 
 
-@dataclass(frozen=True)
-class _Parts:
-    """What candidates of one layout share."""
-
-    units: Sequence[Unit]
-    groups: Sequence[OperatorGroup]
-
-
-def _sized_plans(
-    training: Training, cluster: Cluster, illegal: Counter[str]
-) -> Iterator[tuple[Sized, _Parts]]:
+def _sized_plans(training: Training, cluster: Cluster, illegal: Counter[str]) -> Iterator[Sized]:
     """Every legal candidate of a cluster with its memory."""
-    config, choice = training.config, training.choice
-    saved: dict[tuple[int, bool, str, int], float] = {}
-    grouped: dict[tuple[int, bool, int], tuple[OperatorGroup, ...]] = {}
+    choice = training.choice
     for layout in layouts(
-        config,
+        training.config,
         cluster.num_devices,
         cluster.machine.devices_per_domain,
         casts=training.casts,
@@ -324,29 +336,61 @@ def _sized_plans(
         illegal=illegal,
         mesh=choice.mesh,
     ):
-        local = local_config(config, layout.tensor)
+        local = local_config(training.config, layout.tensor)
         multiple = layout.tensor if layout.splits_tokens else 1
         least = row_tokens_for(training.profile.longest, multiple)
         share = training.batch_tokens / layout.num_data_ranks
-        units: list[Unit] = []
         for row_tokens in row_choices(least, share, choice.row_tokens):
             work = training.work(layout, row_tokens)
-            units = units or _units(training, local, layout, work)
-            kind = (layout.tensor, layout.splits_tokens, work.document_tokens)
-            if kind not in grouped:
-                grouped[kind] = operator_groups(local, work)
+            units = units_for(training, layout, work, local)
             for recompute in choice.recompute:
-                key = (*kind[:2], recompute, work.document_tokens)
-                if key not in saved:
-                    saved[key] = saved_bytes_per_token(local, work, recompute)
-                terms = memory_terms(
-                    local, work, units, recompute=recompute, saved_per_token=saved[key]
-                )
+                saved = _saved(training, local, work, recompute)
+                terms = memory_terms(local, work, units, recompute=recompute, saved_per_token=saved)
                 candidate = Candidate(layout=layout, recompute=recompute, row_tokens=row_tokens)
-                found = Sized(candidate=candidate, work=work, terms=terms)
-                yield found, _Parts(units, grouped[kind])
+                yield Sized(candidate=candidate, work=work, terms=terms)
 
 
-def _units(training: Training, local: DecoderConfig, layout: Layout, work: Workload) -> list[Unit]:
-    data = [spec for spec in layout.specs if spec.family == "data"]
-    return units_of(local, work, data, layout.mesh, DTYPE_BYTES[training.master_dtype])
+def units_for(
+    training: Training, layout: Layout, work: Workload, local: DecoderConfig | None = None
+) -> list[Unit]:
+    """The units that a layout gathers and reduces; replicas and split tokens change none."""
+    key = (layout.tensor, layout.shard, layout.is_sharded, layout.keeps_gathered)
+    found = training.parts.units
+    if key not in found:
+        data = [spec for spec in layout.specs if spec.family == "data"]
+        local = local or local_config(training.config, layout.tensor)
+        master = DTYPE_BYTES[training.master_dtype]
+        found[key] = units_of(local, work, data, layout.mesh, master)
+    return found[key]
+
+
+def _saved(training: Training, local: DecoderConfig, work: Workload, recompute: str) -> float:
+    key = (work.tensor_degree, work.splits_tokens, work.document_tokens, recompute)
+    found = training.parts.saved
+    if key not in found:
+        found[key] = saved_bytes_per_token(local, work, recompute)
+    return found[key]
+
+
+def _groups(training: Training, work: Workload) -> tuple[OperatorGroup, ...]:
+    key = (work.tensor_degree, work.splits_tokens, work.document_tokens)
+    found = training.parts.groups
+    if key not in found:
+        found[key] = operator_groups(local_config(training.config, work.tensor_degree), work)
+    return found[key]
+
+
+def priced(training: Training, cluster: Cluster, sized: Sized) -> PricedPlan:
+    """A plan with the seconds of its step."""
+    layout = sized.candidate.layout
+    seconds = step_seconds(
+        training.config,
+        sized.work,
+        _groups(training, sized.work),
+        units_for(training, layout, sized.work),
+        layout.specs,
+        device_rates(cluster.machine),
+        mesh=layout.mesh,
+        recompute=sized.candidate.recompute,
+    )
+    return PricedPlan(sized=sized, seconds=seconds)
