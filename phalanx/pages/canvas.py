@@ -97,6 +97,7 @@ def inline_svg(text: str, name: str, alt: str) -> str:
     text = re.sub(r'href="#([^"]+)"', rf'href="#{name}-\1"', text)
     for variable in ("ink", "muted", "rule", "paper"):
         text = text.replace(getattr(_VARIABLES, variable), f"var(--{variable})")
+    text = text.replace(BLUE, "var(--blue)")  # too dark for a dark page
     view = re.search(r'viewBox="[^"]+"', text)
     body = text[text.index(">", text.index("<svg")) + 1 :]
     head = f'<svg class="plot" role="img" aria-label="{escape(alt)}" {view[0] if view else ""}'

@@ -6,7 +6,7 @@ from typing import Any
 
 from phalanx.pages.canvas import BLUE, GREEN, GREY, ORANGE, PINK, RED, SKY, Theme, new_axes
 from phalanx.pages.content import Curves, MemoryStack
-from phalanx.pages.shown import shown
+from phalanx.pages.shown import percent, shown
 
 _TERM_COLOURS = (BLUE, SKY, GREEN, ORANGE, PINK, RED, GREY)
 
@@ -123,5 +123,5 @@ def memory_caption(memory: MemoryStack) -> str:
     if not memory.limit_bytes:
         return told
     share = max(sum(memory.terms.values()), memory.measured_bytes) / memory.limit_bytes
-    limit = shown(memory.limit_bytes, "bytes")
-    return f"{told} The larger of the two is {share:.0%} of the {memory.limit_name} ({limit})."
+    limit = f"{memory.limit_name} ({shown(memory.limit_bytes, 'bytes')})"
+    return f"{told} The larger of the two is {percent(share, signed=False)} of the {limit}."

@@ -14,6 +14,7 @@ HEADLINE = {
     "training/step time": "Step time",
     "training/peak memory": "Peak memory, all processes",
     "training/all steps": "Time of all steps",
+    "time/whole run": "Time of the whole run",
     "serving/KV tokens": "KV cache, tokens",
     "load/TTFT median": "Time to first token (TTFT), median",
     "load/TPOT median": "Time per output token (TPOT), median",
@@ -203,6 +204,8 @@ def parity_sentence(parity: Report | None) -> str:
     """Whether what is served is what was trained."""
     if parity is None:
         return "trained = served: not compared"
+    if told := parity.notes.get("parity"):
+        return str(told)
     gated = [row for row in parity.rows if row.passed is not None]
     if not gated:
         return "trained = served: not compared; " + "; ".join(_reasons(parity))
@@ -256,6 +259,16 @@ def stages(report: Report) -> list[Stage]:
 def short(quantity: str) -> str:
     """A quantity's name without its family."""
     return quantity.split("/", 1)[-1]
+
+
+def groups(rows: Sequence[Row]) -> list[tuple[str, list[tuple[str, Row]]]]:
+    """Rows by what stands between the first and the last part of their names, in order of first
+    appearance: "parity/merged/tokens" is ("merged", [("tokens", row)]); "" for names of two parts."""
+    found: dict[str, list[tuple[str, Row]]] = {}
+    for row in rows:
+        group, _, rest = short(row.quantity).rpartition("/")
+        found.setdefault(group, []).append((rest, row))
+    return list(found.items())
 
 
 def all_rows(page: RunPage) -> Iterator[Row]:

@@ -15,10 +15,10 @@ from phalanx.pages.content import (
     all_rows,
     compared,
     gate_text,
+    groups,
     loss_sentence,
     missed_sentences,
     parity_sentence,
-    short,
     stages,
     verdict,
 )
@@ -63,7 +63,7 @@ def _template() -> Template:
     environment.filters |= {
         "shown": shown,
         "shown_row": shown_row,
-        "short": short,
+        "groups": groups,
         "gate": gate_text,
         "visible": visible,
         "percent": percent,

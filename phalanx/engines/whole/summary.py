@@ -14,8 +14,8 @@ import numpy as np
 from phalanx.engines.whole.environment import environment
 from phalanx.engines.whole.train_job import Trained
 from phalanx.pages import Curves, MemoryStack, RunPage, Timeline, write_pages
-from phalanx.pages.content import parity_sentence
-from phalanx.pages.shown import percent, shown
+from phalanx.pages.content import WHOLE_RUN, parity_sentence
+from phalanx.pages.shown import shown
 from phalanx.pages.strips import has_operators, one_step
 from phalanx.perfetto import write_perfetto
 from phalanx.planner.here import memory_of_rank
@@ -40,7 +40,6 @@ class Summary:
         serving: the server's sentence on what it can hold.
         total_s: from the start of the run to its report.
         elsewhere: the job priced on other machines.
-        predicted: what serving was predicted to hold and to take, before it started.
         forecast: the step as predicted and simulated, before it ran.
     """
 
@@ -50,7 +49,6 @@ class Summary:
     serving: str
     total_s: float
     elsewhere: Report | None = None
-    predicted: Report | None = None
     forecast: StepForecast | None = None
 
 
@@ -105,12 +103,11 @@ def _report(summary: Summary, parity: Report | None) -> Report:
     _total_row(report, summary.trained)
     if summary.forecast is not None:
         _forecast_rows(report, summary.forecast)
-    predicted = summary.predicted.rows if summary.predicted else []
-    report.rows += predicted
-    report.rows += _gated(summary.load, predicted)
+    report.rows += _gated(summary.load, report.rows)
     for more in (parity, summary.elsewhere):
         report.rows += more.rows if more is not None else []
-    report.add("time/whole run", summary.total_s, "s", "measured")
+    if not any((r.quantity, r.source) == (WHOLE_RUN, "measured") for r in report.rows):
+        report.add(WHOLE_RUN, summary.total_s, "s", "measured")
     return report
 
 
@@ -135,7 +132,7 @@ def _forecast_rows(report: Report, forecast: StepForecast) -> None:
 
 def _gated(load: Report | None, predicted: list[Row]) -> list[Row]:
     """Rows of the load test; what can be counted beforehand has to be as counted."""
-    said = {row.quantity: row.value for row in predicted}
+    said = {row.quantity: row.value for row in predicted if row.source in ("formula", "simulated")}
     return [
         replace(row, target=said[row.quantity])
         if row.quantity in _EXACT and row.target is None and said.get(row.quantity) is not None
@@ -207,7 +204,7 @@ def _memory(summary: Summary) -> MemoryStack | None:
     if not limit:
         limit = memory_of_rank(result.num_ranks)
         on_gpu = summary.trained.plan.program("train").device != "cpu"
-        name = "device" if on_gpu else "share of this machine's memory"
+        name = "device" if on_gpu else "memory that each process can have here"
     return MemoryStack(
         terms=summary.forecast.prediction.terms,
         measured_bytes=result.peak_bytes / result.num_ranks,
@@ -231,8 +228,8 @@ def _timeline(summary: Summary, measured: Trace) -> Timeline:
         number, recorded = int(step.columns["step"][0]) + 1, has_operators(step)
         told = f"Measured: step {number}"
         if recorded:
-            slower = step.end_s / _usual_s(measured) - 1.0
-            told += f", of which every operator was recorded ({percent(slower)} against the median)"
+            usual = shown(_usual_s(measured), "s")
+            told += f", of which every operator was recorded (the median step took {usual})"
         notes.append(f"{told}.")
         if not recorded:
             notes.append("Operators were not recorded; plan.profile_steps = 1 does it.")
