@@ -1,4 +1,4 @@
-"""Laws of the text in front of the tokens, and of what a request may ask for."""
+"""Laws of the text in front of the tokens, and of what crosses the socket."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from phalanx.engines.serve.protocol import parse_completion
-from phalanx.engines.serve.settings import Sampling, ServeSettings
+from phalanx.engines.serve.settings import ServeSettings
 from phalanx.engines.serve.text import StopFinder, TextStream, Tokeniser
 from phalanx.engines.serve.wire import encode, error_from_json, error_to_json
 from phalanx.errors import JobError, PlanError
@@ -49,6 +48,14 @@ def test_without_a_tokenizer_only_ids_are_served(tmp_path):
     assert not tokeniser.has_text and tokeniser.decode([1, 2]) == ""
     with pytest.raises(JobError, match="send token ids"):
         tokeniser.encode("a")
+    assert tokeniser.spell(7) == "token_id:7"
+    assert tokeniser.bytes_of(7) == list(b"token_id:7")
+
+
+@given(text=st.text(max_size=20))
+def test_the_bytes_of_tokens_join_to_the_text_also_within_characters(tokeniser, text):
+    joined = [byte for token in tokeniser.encode(text) for byte in tokeniser.bytes_of(token)]
+    assert bytes(joined) == text.encode()
 
 
 @given(
@@ -68,106 +75,23 @@ def test_text_ends_before_the_first_stop_string(text, stops, cuts):
     assert shown + finder.flush() == (text[: min(places)] if places else text)
 
 
+@given(text=st.text("abc", max_size=20), stop=st.text("abc", min_size=1, max_size=3))
+def test_a_kept_stop_string_ends_the_text(text, stop):
+    finder, shown = StopFinder([stop], keep=True), ""
+    for character in text:
+        shown += finder.push(character)
+        if finder.found:
+            break
+    whole = text[: text.find(stop) + len(stop)] if stop in text else text
+    assert shown + finder.flush() == whole
+
+
 def test_text_is_held_back_only_while_it_may_begin_a_stop_string():
     finder = StopFinder(["\n\n", "END"])
     assert [finder.push(part) for part in ("a\n", "b", "E", "NE", "ND x")] == [
         *("a", "\nb", "", "EN", ""),
     ]
     assert finder.found
-
-
-GOOD = {"model": "tiny", "prompt": "a"}
-
-
-def test_defaults_are_those_of_the_interface():
-    asked = parse_completion({"prompt": "a", "seed": 3}, "tiny")
-    assert asked.prompts == ("a",)
-    assert asked.sampling == Sampling(max_new=16, temperature=1.0, seed=3)
-    assert not (asked.stream or asked.echo or asked.return_token_ids)
-    seeds = {parse_completion(GOOD, "tiny").sampling.seed for _ in range(3)}
-    assert len(seeds) == 3
-
-
-def test_prompts_come_in_four_forms():
-    for prompt, want in (
-        ("ab", ("ab",)),
-        (["ab", "c"], ("ab", "c")),
-        ([1, 2], ((1, 2),)),
-        ([[1, 2], [3]], ((1, 2), (3,))),
-    ):
-        assert parse_completion({"prompt": prompt}, "tiny").prompts == want
-
-
-def test_every_parameter_arrives():
-    body = GOOD | {
-        "max_tokens": 5,
-        "temperature": 0,
-        "top_p": 0.5,
-        "n": 2,
-        "seed": 7,
-        "stop": ["x"],
-        "logprobs": 2,
-        "echo": True,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-        "ignore_eos": True,
-        "stop_token_ids": [4],
-        "return_token_ids": True,
-        "best_of": 1,
-        "presence_penalty": 0,
-        "user": "me",
-    }
-    asked = parse_completion(body, "tiny")
-    assert asked.sampling == Sampling(
-        max_new=5,
-        temperature=0.0,
-        top_p=0.5,
-        seed=7,
-        ignore_eos=True,
-        stop_tokens=(4,),
-        num_logprobs=2,
-        prompt_logprobs=2,
-    )
-    assert (asked.num_each, asked.stops, asked.include_usage) == (2, ("x",), True)
-    assert [asked.sampling_of(choice).seed for choice in range(4)] == [7, 8, 7, 8]
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"prompt": None}, "prompt: must be a text"),
-        ({"prompt": []}, r"prompt = \[\]"),
-        ({"prompt": [1, "a"]}, "must be a text"),
-        ({"prompt": [True]}, "token ids"),
-        ({"prompt": [[1], ["a"]]}, "token ids"),
-        ({"max_tokens": 0}, "max_tokens = 0: must be a whole number, at least 1"),
-        ({"max_tokens": 1.5}, "max_tokens = 1.5"),
-        ({"temperature": -0.1}, r"temperature = -0.1: must be a number in 0..100"),
-        ({"temperature": "hot"}, "temperature = 'hot'"),
-        ({"top_p": 1.1}, "top_p = 1.1"),
-        ({"n": 129}, "n = 129"),
-        ({"n": 100, "prompt": ["a", "b"]}, "prompts times n = 200"),
-        ({"logprobs": 21}, "at most 20"),
-        ({"stop": [""]}, "none of them empty"),
-        ({"stop": 3}, "stop = 3"),
-        ({"stream": 1}, "must be true or false"),
-        ({"stream_options": 1}, "must be an object"),
-        ({"seed": 1.5}, "seed = 1.5"),
-        ({"model": "other"}, "model = 'other': is not served here; nearest legal values: tiny"),
-        ({"presence_penalty": 0.5}, "presence_penalty = 0.5: is not supported"),
-        ({"logit_bias": {"3": 1}}, "not supported"),
-        ({"temprature": 1}, "temprature: no such parameter; nearest legal values: temperature"),
-    ],
-)
-def test_wrong_parameters_are_named(change, words):
-    with pytest.raises(JobError, match=words) as caught:
-        parse_completion(GOOD | change, "tiny")
-    assert caught.value.code == "serve/request"
-
-
-def test_a_body_that_is_no_object_is_refused():
-    with pytest.raises(JobError, match="must be a JSON object"):
-        parse_completion([1], "tiny")
 
 
 @pytest.mark.parametrize(
