@@ -6,8 +6,6 @@ a window, blocks that no later token can see are given back while the request go
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
 from phalanx.errors import JobError, PlanError
@@ -102,19 +100,24 @@ class BlockTables:
         self._free.extend(self.table[row, start:end].tolist())
         self.table[row, start:end] = 0
 
-    def places(self, rows: Sequence[int], lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def places(self, rows: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Blocks that the last token of each row sees, padded to the longest.
 
         Args:
-            rows: which rows.
+            rows: which rows [R].
             lengths: tokens of each, the one that looks included [R].
 
         Returns:
-            Blocks [R, N] and the position of the first token of each row's first block [R].
+            Blocks [R, N], and the first token that is seen and the one behind the last, counted
+            from the first token of the row's first block [R, 2].
         """
-        first = np.zeros(len(lengths), dtype=np.int64)
+        if not len(rows):
+            return np.zeros((0, 0), dtype=np.int64), np.zeros((0, 2), dtype=np.int64)
+        low = np.zeros_like(lengths)
         if self.window is not None:
-            first = np.maximum(0, lengths - self.window) // BLOCK_TOKENS
-        most = int((-(-lengths // BLOCK_TOKENS) - first).max())
+            low = np.maximum(lengths - self.window, 0)
+        first = low // BLOCK_TOKENS
+        most = int(((lengths - 1) // BLOCK_TOKENS - first).max()) + 1
         columns = np.minimum(first[:, None] + np.arange(most), self.table.shape[1] - 1)
-        return self.table[np.asarray(rows)[:, None], columns], first * BLOCK_TOKENS
+        seen = np.stack([low, lengths], 1) - first[:, None] * BLOCK_TOKENS
+        return self.table[rows[:, None], columns], seen

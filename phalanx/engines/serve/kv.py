@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -50,14 +51,40 @@ class KindStep:
     Attributes:
         rows_SK: row of the pool, seen as [block * kv_head * token, channel], of each new key.
         blocks_RN: blocks that each decoding request sees (they are the first R rows).
-        seen_RT: which of those tokens it sees.
+        seen_R2: first of those tokens that it sees, and the one behind its last, counted from the
+            first token of its first block.
         segments: the other requests.
     """
 
     rows_SK: Tensor
     blocks_RN: Tensor
-    seen_RT: Tensor
+    seen_R2: Tensor
     segments: tuple[Segment, ...]
+
+
+class _Rows(NamedTuple):
+    """The requests of a step, and their rows of tokens.
+
+    Attributes:
+        rows, lengths, counts: table row, tokens in the cache and new ones of each request.
+        of_token, position: table row and position of each new token.
+    """
+
+    rows: np.ndarray
+    lengths: np.ndarray
+    counts: np.ndarray
+    of_token: np.ndarray
+    position: np.ndarray
+
+    @classmethod
+    def of(cls, rows: Sequence[int], lengths: Sequence[int], counts: Sequence[int]) -> _Rows:
+        row, length = np.array(rows, dtype=np.int64), np.array(lengths, dtype=np.int64)
+        count = np.array(counts, dtype=np.int64)
+        if max(counts) == 1:
+            return cls(row, length, count, row, length - 1)
+        before = length - np.cumsum(count)  # of a request's first token, less its row in the step
+        position = np.arange(count.sum()) + np.repeat(before, count)
+        return cls(row, length, count, np.repeat(row, count), position)
 
 
 class KvPool:
@@ -208,44 +235,30 @@ class PagedKv:
             requests: in the order of their rows.
             query_len: rows of each; all that are 1 stand before the others.
         """
-        return {
-            name: self._kind_step(pool, requests, query_len) for name, pool in self.pools.items()
-        }
-
-    def _kind_step(
-        self, pool: KvPool, requests: Sequence[int], query_len: Sequence[int]
-    ) -> KindStep:
-        tables = pool.tables
-        rows = np.array([self._row[each] for each in requests], dtype=np.int64)
-        lengths = np.array([self._lengths[each] for each in requests], dtype=np.int64)
-        counts = np.asarray(query_len, dtype=np.int64)
-        start = np.cumsum(counts) - counts
-        token_row = np.repeat(rows, counts)
-        position = np.arange(counts.sum()) + np.repeat(lengths - counts - start, counts)
-        block = tables.table[token_row, position // BLOCK_TOKENS]
-        heads = np.arange(pool.kind.num_kv_heads)
-        place = (block[:, None] * len(heads) + heads) * BLOCK_TOKENS
-        rows_SK = place + (position % BLOCK_TOKENS)[:, None]
-        num_single = int((counts == 1).sum())
-        blocks_RN, seen_RT = self._single(tables, rows[:num_single], lengths[:num_single])
-        segments = tuple(
-            self._segment(tables, int(rows[i]), int(lengths[i]), int(start[i]), int(counts[i]))
-            for i in range(num_single, len(counts))
+        rows = _Rows.of(
+            [self._row[each] for each in requests],
+            [self._lengths[each] for each in requests],
+            query_len,
         )
-        return KindStep(self._put(rows_SK), blocks_RN, seen_RT, segments)
+        return {name: self._kind_step(pool, rows) for name, pool in self.pools.items()}
 
-    def _single(
-        self, tables: BlockTables, rows: np.ndarray, lengths: np.ndarray
-    ) -> tuple[Tensor, Tensor]:
-        if not len(rows):
-            nothing = np.zeros((0, 0), dtype=np.int64)
-            return self._put(nothing), self._put(nothing.astype(bool))
-        blocks_RN, first = tables.places(rows, lengths)
-        position_RT = first[:, None] + np.arange(blocks_RN.shape[1] * BLOCK_TOKENS)
-        seen_RT = position_RT < lengths[:, None]
-        if tables.window is not None:
-            seen_RT &= position_RT >= lengths[:, None] - tables.window
-        return self._put(blocks_RN), self._put(seen_RT)
+    def _kind_step(self, pool: KvPool, rows: _Rows) -> KindStep:
+        tables, num_heads = pool.tables, pool.kind.num_kv_heads
+        place, inside = np.divmod(rows.position, BLOCK_TOKENS)
+        block_S1 = tables.table[rows.of_token, place][:, None]
+        rows_SK = (block_S1 * num_heads + np.arange(num_heads)) * BLOCK_TOKENS + inside[:, None]
+        num_single = int((rows.counts == 1).sum())
+        blocks_RN, seen_R2 = tables.places(rows.rows[:num_single], rows.lengths[:num_single])
+        starts = np.cumsum(rows.counts) - rows.counts
+        segments = tuple(
+            self._segment(
+                tables,
+                *(int(each[i]) for each in (rows.rows, rows.lengths, starts)),
+                int(rows.counts[i]),
+            )
+            for i in range(num_single, len(rows.counts))
+        )
+        return KindStep(self._put(rows_SK), self._put(blocks_RN), self._put(seen_R2), segments)
 
     def _segment(
         self, tables: BlockTables, row: int, length: int, start: int, count: int

@@ -4,7 +4,7 @@ q, k and v are one matrix, gate and up another; norms are kept as the scale they
 All are filled from canonical tensors by slices (`packed`).
 
 Legend: S rows (tokens) of a step, R decoding requests (the first R rows), D model, H query heads,
-K kv heads, G = H / K, C channels per head, F feed-forward, V vocabulary, T cached tokens, L layers,
+K kv heads, C channels per head, F feed-forward, V vocabulary, T cached tokens, L layers,
 P channels of a per-layer embedding.
 """
 
@@ -18,12 +18,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from phalanx.engines.serve.kv import KindStep, KvPool
+from phalanx.engines.serve.layer_work import CompiledWork, PlainWork
 from phalanx.engines.serve.packed import PackedLayer, PackedWeights
 from phalanx.models.decoder_layers import Rope, kind_rope
 from phalanx.models.spec import DecoderConfig
 from phalanx.ops import vocabulary_head
 from phalanx.ops.attention import causal_attention
-from phalanx.ops.rope import rotate
 
 
 class LayerAdapters(Protocol):
@@ -49,7 +49,10 @@ class PackedDecoder:
         config.require_computable()
         self.config, self.device = config, torch.device(device)
         self.weights = PackedWeights(config, self.device)
-        self.dtype, self._wide = self.weights.dtype, self.weights.wide
+        self.dtype = self.weights.dtype
+        self._plain: PlainWork = PlainWork(config, self.dtype)
+        self._compiled = CompiledWork(config, self.dtype)
+        self._work = self._plain
         self._adapters: LayerAdapters | None = None
         of_kind = {kind.name: config.kv_layers(kind.name) for kind in config.kinds}
         # the layer of its kind's pool that holds the keys and values which each layer uses
@@ -98,24 +101,32 @@ class PackedDecoder:
             steps, pools: per layer kind, as `PagedKv` gives them.
             adapters: what to add to the layers' products.
         """
-        self._adapters = adapters
+        is_compiled = self._compiled.serves(self.weights.head, pools.values())
+        self._adapters, self._work = adapters, self._compiled if is_compiled else self._plain
         rope = {kind.name: kind_rope(kind, positions_S) for kind in self.config.kinds}
         x_SD = F.embedding(tokens_S, self.weights.embedding)
         if self.config.scale_embedding:
             x_SD = x_SD * self._embedding_scale
         per_layer_SLP = self._per_layer_inputs(tokens_S, x_SD)
-        for at, layer in enumerate(self.weights.layers):
+        layers = self.weights.layers
+        befores = [each.before_attention for each in layers[1:]] + [self.weights.norm]
+        normed_SD = self._work.normed(x_SD, layers[0].before_attention)
+        for at, (layer, before) in enumerate(zip(layers, befores)):
             kind = self.config.layer_kinds[at]
-            normed_SD = self._normed(x_SD, layer.before_attention)
-            attended_SD = self._attend(at, normed_SD, rope[kind], steps[kind], pools[kind])
-            x_SD = x_SD + self._normed(attended_SD, layer.after_attention)
-            fed_SD = self._feed(at, self._normed(x_SD, layer.before_mlp))
-            x_SD = x_SD + self._normed(fed_SD, layer.after_mlp)
+            made_SD = self._attend(at, normed_SD, rope[kind], steps[kind], pools[kind])
+            x_SD, normed_SD = self._work.joined(
+                x_SD, made_SD, layer.after_attention, layer.before_mlp
+            )
+            x_SD, normed_SD = self._work.joined(
+                x_SD, self._feed(at, normed_SD), layer.after_mlp, before
+            )
             if per_layer_SLP is not None:
                 x_SD = x_SD + self._of_this_layer(layer, x_SD, per_layer_SLP[:, at])
             if layer.scalar is not None:
                 x_SD = x_SD * layer.scalar
-        return self._normed(x_SD, self.weights.norm)
+            if per_layer_SLP is not None or layer.scalar is not None:
+                normed_SD = self._work.normed(x_SD, before)
+        return normed_SD
 
     @torch.inference_mode()
     def logits(self, hidden_SD: Tensor) -> Tensor:
@@ -134,25 +145,12 @@ class PackedDecoder:
         """The largest logits [R, N] and their tokens, as `ops.vocabulary_head.best`."""
         return vocabulary_head.best(hidden_RD, self.weights.head, count, self.config.logit_soft_cap)
 
-    def _normed(self, x_SD: Tensor, scale_D: Tensor | None) -> Tensor:
-        """As `ops.norm.rms_norm`, whose scale is already added up here; None: no norm."""
-        if scale_D is None:
-            return x_SD
-        wide = x_SD.to(self._wide)
-        return F.rms_norm(wide, scale_D.shape, scale_D, self.config.norm_eps).to(self.dtype)
-
-    def _gated(self, gate: Tensor, up: Tensor) -> Tensor:
-        if self.config.activation == "silu":
-            return F.silu(gate).mul_(up)
-        return F.gelu(gate, approximate="tanh").mul_(up)
-
     def _feed(self, at: int, x_SD: Tensor) -> Tensor:
-        gate_SF, up_SF = self._product(x_SD, at, "gate_up").chunk(2, -1)
-        return self._product(self._gated(gate_SF, up_SF), at, "down")
+        return self._product(self._work.gated(self._product(x_SD, at, "gate_up")), at, "down")
 
     def _product(self, x_SD: Tensor, at: int, matrix: str) -> Tensor:
         """x W^T of a layer's matrix, and what adapters add."""
-        out_SF = F.linear(x_SD, getattr(self.weights.layers[at], matrix))
+        out_SF = self._work.product(x_SD, getattr(self.weights.layers[at], matrix))
         if self._adapters is not None:
             self._adapters.add_(out_SF, x_SD, at, matrix)
         return out_SF
@@ -163,72 +161,30 @@ class PackedDecoder:
             return None
         embedding, projection, norm_P = self.weights.per_layer_embedding
         own_SC = F.embedding(tokens_S, embedding) * self._per_layer_scale
-        projected_SC = F.linear(x_SD, projection) * self.config.hidden_size**-0.5
+        projected_SC = self._work.product(x_SD, projection) * self.config.hidden_size**-0.5
         shape = (self.config.num_layers, -1)
-        projected_SLP = self._normed(projected_SC.unflatten(-1, shape), norm_P)
+        projected_SLP = self._work.normed(projected_SC.unflatten(-1, shape), norm_P)
         return (projected_SLP + own_SC.unflatten(-1, shape)) * 2.0**-0.5
 
     def _of_this_layer(self, layer: PackedLayer, x_SD: Tensor, per_layer_SP: Tensor) -> Tensor:
         assert layer.per_layer is not None
-        gated_SP = self._gated(F.linear(x_SD, layer.per_layer.gate), per_layer_SP)
-        return self._normed(F.linear(gated_SP, layer.per_layer.projection), layer.per_layer.norm)
+        work = self._work
+        gated_SP = work.gated_by(work.product(x_SD, layer.per_layer.gate), per_layer_SP)
+        return work.normed(work.product(gated_SP, layer.per_layer.projection), layer.per_layer.norm)
 
     def _attend(self, at: int, x_SD: Tensor, rope: Rope, step: KindStep, pool: KvPool) -> Tensor:
         layer, kind, place = self.weights.layers[at], pool.kind, self._place_in_pool[at]
-        heads = self._product(x_SD, at, "qkv").unflatten(-1, (-1, kind.head_dim))
-        q_SHC = self._turned(heads, layer, rope, pool, place, step)
-        scale, parts = self.config.query_scale, []
+        made_SNC = self._product(x_SD, at, "qkv").unflatten(-1, (-1, kind.head_dim))
+        q_SHC = self._work.turned(made_SNC, layer.qk_norm, rope, pool, place, step)
+        parts = []
         if num_single := step.blocks_RN.shape[0]:
-            keys, values = pool.read(place, step.blocks_RN)
-            parts.append(paged_decode(q_SHC[:num_single], keys, values, step.seen_RT, scale))
+            parts.append(self._work.decoded(q_SHC[:num_single], pool, place, step))
         for each in step.segments:
             k_TKC, v_TKC = (
                 part[:, : each.length - each.first].transpose(0, 1).to(self.dtype)
                 for part in pool.read(place, each.blocks)
             )
-            q = q_SHC[each.start : each.end]
+            q, scale = q_SHC[each.start : each.end], self.config.query_scale
             parts.append(causal_attention(q, k_TKC, v_TKC, scale=scale, window=kind.window))
         out_SHC = parts[0] if len(parts) == 1 else torch.cat(parts)
         return self._product(out_SHC.flatten(-2), at, "out")
-
-    def _turned(
-        self,
-        heads: Tensor,
-        layer: PackedLayer,
-        rope: Rope,
-        pool: KvPool,
-        place: int,
-        step: KindStep,
-    ) -> Tensor:
-        """Queries [S, H, C] from what qkv gave; keys and values go into the pool."""
-        num_heads, num_kv_heads = pool.kind.num_heads, pool.kind.num_kv_heads
-        makes_kv = heads.shape[1] > num_heads
-        qk = heads[:, : num_heads + num_kv_heads] if makes_kv else heads
-        qk = qk.to(self._wide)
-        if layer.qk_norm is not None:
-            qk = F.rms_norm(qk, qk.shape[-1:], None, self.config.norm_eps).mul_(layer.qk_norm)
-        q_SHC, k_SKC = rotate(qk, *rope).to(self.dtype).tensor_split((num_heads,), 1)
-        if makes_kv:
-            v_SKC = heads[:, -num_kv_heads:]  # the keys themselves where there are no values
-            if self.config.value_norm:
-                wide = v_SKC.to(self._wide)
-                v_SKC = F.rms_norm(wide, wide.shape[-1:], None, self.config.norm_eps)
-            pool.write(place, step, k_SKC, v_SKC)
-        return q_SHC
-
-
-def paged_decode(
-    q_RHC: Tensor, k_RKTC: Tensor, v_RKTC: Tensor, seen_RT: Tensor, scale: float
-) -> Tensor:
-    """Attention of one query row per request over its gathered tokens, [R, H, C].
-
-    The G query heads of a kv head stand as G query rows, so that nothing is repeated.
-    """
-    out_RKGC = F.scaled_dot_product_attention(
-        q_RHC.unflatten(1, (k_RKTC.shape[1], -1)),
-        k_RKTC.to(q_RHC.dtype),
-        v_RKTC.to(q_RHC.dtype),
-        attn_mask=seen_RT[:, None, None, :],
-        scale=scale,
-    )
-    return out_RKGC.flatten(1, 2)
