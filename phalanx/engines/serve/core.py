@@ -37,12 +37,21 @@ class SocketInbox:
 
     Messages take effect in their order: a command waits until the engine has taken what came
     before it, so cancellations followed by "sleep" find an engine without requests.
+
+    Args:
+        early: messages that came while the engine started.
     """
 
-    def __init__(self, lines: LineSocket, engine: ServeEngine, settings: ServeSettings) -> None:
+    def __init__(
+        self,
+        lines: LineSocket,
+        engine: ServeEngine,
+        settings: ServeSettings,
+        early: Sequence[dict[str, Any]] = (),
+    ) -> None:
         self._lines, self._engine = lines, engine
         self._name, self._folder = settings.model_name, settings.folder
-        self._pending: deque[dict[str, Any]] = deque()
+        self._pending = deque(early)
 
     def receive(self, wait: bool) -> list[Request | Cancel] | None:
         found = self._take()
@@ -130,8 +139,6 @@ class SocketInbox:
             if not engine.has_weights:
                 self._update(self._folder, engine.weight_version)
             engine.wake()
-        else:
-            raise JobError("serve/request", "message", repr(kind), "is no command")
 
     def _update(self, folder: str, version: str) -> None:
         """Replace the base; what does not fit is refused from headers, before anything changes."""
@@ -162,10 +169,11 @@ def _row(output: Output) -> Sequence[Any]:
 def main(descriptor: int) -> int:
     """Serve the socket until its other end closes."""
     lines = LineSocket(socket.socket(fileno=descriptor))
-    first = lines.receive(wait=True)
-    if not first:
+    messages = lines.receive(wait=True)
+    if not messages:
         return 1
-    settings = ServeSettings(**first[0])
+    first, *early = messages
+    settings = ServeSettings(**first)
     heartbeat = Heartbeat(lines)
     if settings.threads:
         torch.set_num_threads(settings.threads)
@@ -173,7 +181,7 @@ def main(descriptor: int) -> int:
         with lines.long_work():
             policy = build("serve", settings.scheduler, "plan.serve")
             engine = make_engine(settings)
-            inbox = SocketInbox(lines, engine, settings)
+            inbox = SocketInbox(lines, engine, settings, early)
             world = EngineWorld(engine, inbox, job=settings.model_name)
             policy.start(world.view("engine"))  # options beyond the engine's limits are told now
             ready = describe(engine, settings)
