@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -32,6 +33,8 @@ def add_tokenizer(folder: Path) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.save(str(folder / "tokenizer.json"))
+    config = {"eos_token": "", "chat_template": "{{ messages[-1].content }}"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
 
 
 def expected(prompt: list[int], num_new: int) -> list[int]:
