@@ -1,16 +1,35 @@
-"""`phalanx plan`: what a job needs on a cluster, and the lockfile."""
+"""`phalanx plan`: what a job takes on clusters, in hours, dollars and memory; and the lockfile."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from phalanx.cli.job import FLAGS, JobFile
+from phalanx.cli.job import FLAGS, DataSource, ModelName, resolve
 from phalanx.cli.output import JsonFile, emit, paragraph, show_report, versioned, write
+from phalanx.errors import JobError
 
-On = Annotated[str, typer.Option("--on", help="Cluster, e.g. 8xh100; beats plan.on.")]
+if TYPE_CHECKING:
+    from phalanx.job import Job
+
+Target = Annotated[
+    str,
+    typer.Argument(
+        metavar="[JOB | MODEL]",
+        help="Job file (TOML), or a model: preset, folder, config.json, Hub name.",
+    ),
+]
+On = Annotated[
+    str,
+    typer.Option("--on", help="Clusters, e.g. 2xH100,8xH100,v5p-8; instead of plan.on."),
+]
+Lora = Annotated[
+    int | None, typer.Option("--lora", metavar="RANK", help="Train adapters of this rank.")
+]
+Full = Annotated[bool, typer.Option("--full", help="Train all weights.")]
 Output = Annotated[str, typer.Option("-o", "--output", help="Write the lockfile here.")]
+Explain = Annotated[bool, typer.Option("--explain", help="Show terms, and where values come from.")]
 
 
 def register(app: typer.Typer) -> None:
@@ -20,19 +39,80 @@ def register(app: typer.Typer) -> None:
 
 def plan(
     context: typer.Context,
-    job: JobFile,
+    target: Target = "",
+    model: ModelName = "",
+    data: DataSource = "",
+    lora: Lora = None,
+    full: Full = False,
     on: On = "",
     output: Output = "",
-    explain: Annotated[
-        bool, typer.Option("--explain", help="Show where values come from.")
-    ] = False,
+    explain: Explain = False,
     json_file: JsonFile = "",
 ) -> None:
-    """Plan a job: does it fit, how long is a step; --section.key VALUE overrides the file."""
-    from phalanx.planner.jobs import plan_job
+    """Plan a job: does it fit, how long, for how much; --section.key VALUE sets a key of the job.
+
+    Exit 0: some cluster does it. 1: none does; the nearest jobs that fit are named.
+    """
+    from phalanx.planner.price import is_simulated
+
+    is_file = target.endswith(".toml")
+    if target and model and not is_file:
+        rule = f"the model is named twice: --model says {model}"
+        raise JobError("job/syntax", "arguments", target, rule)
+    job = resolve(
+        target if is_file else "",
+        model if is_file else model or target,
+        data,
+        context.args,
+        _method(lora, full),
+    )
+    if is_simulated(job):
+        _simulate(job, on, output, explain, json_file)
+    else:
+        _price(job, on, output, explain, json_file, whole_epoch=not is_file)
+
+
+def _method(lora: int | None, full: bool) -> dict[str, Any]:
+    if lora is not None and full:
+        rule = "contradict each other: train adapters, or all weights"
+        raise JobError("job/syntax", "--lora, --full", None, rule)
+    if lora is not None:
+        return {"train.method": "lora", "train.lora_rank": lora}
+    return {"train.method": "full"} if full else {}
+
+
+def _price(
+    job: Job, on: str, output: str, explain: bool, json_file: str, *, whole_epoch: bool
+) -> None:
+    from phalanx.cli import _plan_text as text
+    from phalanx.planner.price import lockfile, price_job
+
+    priced = price_job(job, on, whole_epoch=whole_epoch)
+    chosen = priced.best
+    if output:
+        if chosen is None:
+            rule = "no cluster fits, so there is no plan to write"
+            raise JobError("cli/file", "--output", output, rule)
+        lockfile(priced, chosen).save(output)
+
+    def show() -> None:
+        text.show(priced)
+        if explain:
+            text.explain(priced)
+        if output and chosen is not None:
+            write(f"lockfile of {chosen.asked.text}: {output}\n")
+
+    emit(versioned("plan", **priced.to_dict()), json_file, show)
+    if not priced.fits:
+        raise typer.Exit(1)
+
+
+def _simulate(job: Job, on: str, output: str, explain: bool, json_file: str) -> None:
+    """A toy or a schedule: one step is played on one cluster."""
+    from phalanx.planner.jobs import simulate_job
     from phalanx.planner.make import plan_table
 
-    resolved, planned, simulated = plan_job(job, context.args, on)
+    planned, simulated = simulate_job(job, on)
     if output:
         planned.plan.save(output)
     document = versioned(
@@ -46,7 +126,7 @@ def plan(
         show_report(simulated.report)
         write(f"\n{verdict(simulated)}\n")
         if explain:
-            _explain(resolved, planned)
+            _explain(job, planned)
 
     emit(document, json_file, show)
     if not simulated.fits:
@@ -63,7 +143,7 @@ def verdict(simulated: Any) -> str:
     return f"does not fit: the fullest device needs {peak} and has {limit}"
 
 
-def _explain(resolved: Any, planned: Any) -> None:
+def _explain(job: Any, planned: Any) -> None:
     from phalanx.units import format_count
 
     write("\nmachine\n")
@@ -71,7 +151,7 @@ def _explain(resolved: Any, planned: Any) -> None:
         origin = f"{figure.kind}, {figure.source}, {figure.date}"
         paragraph(f"{name} = {figure.value:.4g}  ({origin})", indent=2, hang=4)
     write("job, where not a default\n")
-    for key, value, origin in resolved.values():
+    for key, value, origin in job.values():
         if origin != "default":
             paragraph(f"{key} = {value}  ({origin})", indent=2, hang=4)
     params = sum(unit.num_params for unit in planned.work.units)

@@ -25,13 +25,22 @@ def plan_job(path: str, arguments: Sequence[str], on: str = "") -> tuple[Job, Pl
         JobError, PlanError, CheckError: from any of the steps.
     """
     job = load_job(path, parse_flags(arguments))
+    return job, *simulate_job(job, on)
+
+
+def simulate_job(job: Job, on: str = "") -> tuple[Planned, Simulated]:
+    """Plan a job as it is written, and play one step of it.
+
+    Raises:
+        JobError, PlanError, CheckError: from any of the steps.
+    """
     cluster = on or job.plan.on
     if cluster == "here":
         rule = "name a cluster; `phalanx run` plans for this machine and measures it first"
         legal = [f"8x{name}" for name in machine_names()]
         raise JobError("job/bad-value", "plan.on", "here", rule, legal=legal)
     planned = make_plan(job, config_of(job), cluster)
-    return job, planned, simulate(planned, job.limits.memory_bytes)
+    return planned, simulate(planned, job.limits.memory_bytes)
 
 
 def config_of(job: Job) -> DecoderConfig | None:

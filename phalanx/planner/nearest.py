@@ -14,7 +14,7 @@ import numpy as np
 from phalanx.hardware import Cluster, machine_names, read_machine
 from phalanx.models.spec import LoraSpec
 from phalanx.planner.clusters import AskedCluster
-from phalanx.planner.search import Answer, Training, answer, limit_of, smallest_plan
+from phalanx.planner.search import Answer, Training, answer, is_tight, limit_of, smallest_plan
 
 _MOST_TIMES = 64  # devices, of those that were asked for
 _LORA_RANK = 16
@@ -39,13 +39,12 @@ def nearest_that_fit(
     refused: Answer, *, minimise: str = "time", limit_bytes: float = 0.0, count: int = 3
 ) -> list[Nearest]:
     """Up to `count` changes after which a refused job fits, nearest first."""
-    training, asked = refused.training, refused.asked
     limits = {"limit_bytes": limit_bytes, "limit_s": refused.limit_s}
     found: list[Nearest] = []
     for change, flags, other, cluster in _changes(refused, limit_bytes):
         where = AskedCluster(str(cluster), cluster)
         reached = answer(other, where, minimise=minimise, **limits)
-        if reached.fits:
+        if reached.verdict == "fits":  # not one that only just does
             found.append(Nearest(change, flags, reached))
         if len(found) == count:
             break
@@ -68,7 +67,7 @@ def _changes(refused: Answer, limit_bytes: float) -> Iterator[tuple[str, str, Tr
     sizes = _smallest_peaks(training, cluster)
     for number, peak in sizes.items():
         more = Cluster(cluster.machine, number)
-        if number > cluster.num_devices and peak <= limit_of(more, limit_bytes):
+        if number > cluster.num_devices and not is_tight(peak, limit_of(more, limit_bytes)):
             yield f"{number} devices", f"--on {more}", training, more
             break
     yield from _other_machines(training, cluster, sizes, limit_bytes)
@@ -125,7 +124,7 @@ def _other_machines(
         machine = read_machine(name)
         for number, peak in peaks.items():
             other = Cluster(machine, number)
-            if peak <= limit_of(other, limit_bytes):
+            if not is_tight(peak, limit_of(other, limit_bytes)):
                 offers.append((number * machine.price.value, other))
                 break
     for _, other in sorted(offers, key=lambda offer: (offer[0], str(offer[1]))):

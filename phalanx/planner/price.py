@@ -12,7 +12,14 @@ from phalanx.job import Job
 from phalanx.models.config import DTYPE_BYTES
 from phalanx.models.named import NamedModel, named_model
 from phalanx.models.source import data_settings, model_source
-from phalanx.models.spec import LoraSpec, canonical_tensors, lora_tensors, num_params, weight_bytes
+from phalanx.models.spec import (
+    PROJECTIONS,
+    LoraSpec,
+    canonical_tensors,
+    lora_tensors,
+    num_params,
+    weight_bytes,
+)
 from phalanx.plan import Plan, Pool, RoleProgram
 from phalanx.planner.candidates import RECOMPUTE, Choice, fixed_mesh
 from phalanx.planner.clusters import AskedCluster, asked_clusters
@@ -189,8 +196,8 @@ def _training(job: Job, model: NamedModel, *, whole_epoch: bool) -> Training:
     profile = profile_of(model, data_settings(job, config))
     lora = None
     if job.train.method == "lora":
-        targets = {"targets": tuple(job.train.lora_targets)} if job.train.lora_targets else {}
-        lora = LoraSpec(rank=job.train.lora_rank, alpha=job.train.lora_alpha, **targets)
+        targets = tuple(job.train.lora_targets) or PROJECTIONS
+        lora = LoraSpec(rank=job.train.lora_rank, alpha=job.train.lora_alpha, targets=targets)
     if 0 < job.plan.row_tokens < profile.longest:
         rule = f"a document has {profile.longest} tokens and is never cut between rows"
         where = "plan.row_tokens"

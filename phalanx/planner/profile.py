@@ -21,7 +21,7 @@ from phalanx.data.prepare import prepare
 from phalanx.data.rows import Example
 from phalanx.data.samples import Audit, Samples
 from phalanx.data.sources import content_hash
-from phalanx.data.store import read_prepared, write_account
+from phalanx.data.store import Prepared, read_prepared, write_account
 from phalanx.data.tokenise import Encoded, TextTokenizer
 from phalanx.models.demo import DEMO_MODEL, demo_folder
 from phalanx.models.named import NamedModel
@@ -112,10 +112,17 @@ def _profile(
         found = read_prepared(_estimated(settings))
     else:
         found = prepare(settings, folder)
+    return profile_of_prepared(found, settings.source, counted_by, is_assumption=is_assumption)
+
+
+def profile_of_prepared(
+    prepared: Prepared, source: str, counted_by: str, *, is_assumption: bool = False
+) -> DataProfile:
+    """The profile of samples that a run has prepared already."""
     return DataProfile(
-        source=settings.source,
-        samples=found.train,
-        audit=found.audit,
+        source=source,
+        samples=prepared.train,
+        audit=prepared.audit,
         counted_by=counted_by,
         is_assumption=is_assumption,
     )
