@@ -83,6 +83,8 @@ class EngineClient:
         self._computed: set[int] = set()  # requests of the last step
         self._next_request = 0
         self._is_draining = False
+        is_up = self._supervisor.complaint
+        self.metrics.is_up.set_function(lambda: float(is_up() is None))
 
     @classmethod
     async def start(cls, settings: ServeSettings) -> EngineClient:
@@ -317,7 +319,8 @@ class EngineClient:
     def lose(self, error: PhalanxError) -> None:
         """The engine process is gone, and all that it held."""
         self._fail_all(error)
-        self.metrics.new_engine()
+        self.counters = {}
+        self.metrics.new_engine({})
 
     async def restore(self) -> None:
         """Bring a new engine process to where the old one was."""

@@ -40,6 +40,7 @@ class Commands:
         self.adapters = dict(adapters)
         self.asleep = 0
         self._weights: tuple[str, str] | None = None
+        self._fills = dict.fromkeys(adapters, 0)  # last version of each name, unloaded ones too
         self._pending: dict[int, asyncio.Future[Reply]] = {}
         self._last_number = 0
 
@@ -56,8 +57,9 @@ class Commands:
 
     async def load_adapter(self, name: str, folder: str) -> str:
         """Load or replace an adapter; its version."""
-        reply = await self._ask(kind="load_adapter", name=name, folder=folder)
-        self.adapters[name] = folder
+        fill = self._fills.get(name, -1) + 1
+        reply = await self._ask(kind="load_adapter", name=name, folder=folder, version=fill)
+        self.adapters[name], self._fills[name] = folder, fill
         return str(reply["adapters"][name])
 
     async def unload_adapter(self, name: str) -> None:
@@ -86,8 +88,9 @@ class Commands:
             PhalanxError: what it found wrong with the weights.
         """
         for name, folder in list(self.adapters.items()):
+            fill = self._fills[name]
             try:
-                await self._ask(kind="load_adapter", name=name, folder=folder)
+                await self._ask(kind="load_adapter", name=name, folder=folder, version=fill)
             except PhalanxError as error:
                 if error.code == "serve/engine":
                     raise

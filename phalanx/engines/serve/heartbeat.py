@@ -2,7 +2,7 @@
 
     BEAT_S      0.5    between beats, sent by a thread of the engine process
     SILENT_S    3.0    without a message: the process is stopped or starved
-    GRACE_S     5.0    that the engine may stay unhealthy before its process is given up
+    GRACE_S     4.0    that the engine may stay unhealthy before its process is given up
 
 Three ways to stand still. *Silent*: no message comes. *Stuck*: beats come and say that the loop has
 been busy with one thing for longer than `stall_s` (loading a folder is not counted). *Forgetful*:
@@ -22,7 +22,7 @@ from phalanx.errors import WorldError
 
 BEAT_S = 0.5
 SILENT_S = 3.0
-GRACE_S = 5.0
+GRACE_S = 4.0
 TICK_S = 0.25
 _LAST_S = 2.0  # for a core without a front end to end in an orderly way
 

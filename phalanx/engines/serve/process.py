@@ -15,6 +15,7 @@ from phalanx.engines.serve.settings import ServeSettings
 from phalanx.engines.serve.wire import MAX_LINE_BYTES, encode, next_message
 from phalanx.errors import WorldError
 
+_CORE = "phalanx.engines.serve.core"
 _END_S = 5.0
 
 
@@ -35,7 +36,7 @@ class CoreProcess:
         ours, theirs = socket.socketpair()
         try:
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "phalanx.engines.serve.core", str(theirs.fileno())),
+                *(sys.executable, "-m", _CORE, str(theirs.fileno())),
                 pass_fds=(theirs.fileno(),),
                 stdin=asyncio.subprocess.DEVNULL,
                 start_new_session=True,  # an interrupt is the front end's; the core sees its end
@@ -72,8 +73,7 @@ class CoreProcess:
         """Close the socket, which ends it; kill it if that takes longer than `grace_s`."""
         self._writer.close()
         await self._wait(grace_s)
-        with contextlib.suppress(OSError):
-            await self._writer.wait_closed()
+        self._writer.transport.abort()  # what it was not sent yet, nobody will read
 
     async def death(self) -> WorldError:
         """How it ended: `serve/engine`."""
@@ -84,7 +84,8 @@ class CoreProcess:
 
     async def _wait(self, seconds: float) -> int:
         try:
-            return await asyncio.wait_for(self._process.wait(), seconds)
+            async with asyncio.timeout(seconds):
+                return await self._process.wait()
         except TimeoutError:
             self.kill()
             return await self._process.wait()

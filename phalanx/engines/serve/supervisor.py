@@ -126,7 +126,8 @@ class Supervisor:
     async def _await_ready(self, process: CoreProcess) -> dict[str, Any]:
         while True:
             try:
-                message = await asyncio.wait_for(process.receive(), _LOAD_SILENT_S)
+                async with asyncio.timeout(_LOAD_SILENT_S):
+                    message = await process.receive()
             except TimeoutError:
                 rule = f"must be heard of within {_LOAD_SILENT_S:g} s while it loads"
                 raise WorldError("serve/engine", "engine process", None, rule) from None
@@ -160,7 +161,8 @@ class Supervisor:
         while (message := await process.receive()) is not None:
             self._pulse.hear(message)
             if message["kind"] == "failed":
-                raise _engine_error(error_from_json(message["error"]).sentence())
+                cause = error_from_json(message["error"])
+                raise _engine_error(f"a step failed: {cause.sentence()}")
             try:
                 self._owner.hear(message)
             except (KeyError, IndexError, TypeError, ValueError) as error:
@@ -202,10 +204,10 @@ class Supervisor:
     async def _bury(self, error: PhalanxError) -> None:
         self.state, self.error = "starting", error
         self._owner.lose(error)
-        process, self._process = self._process, None
-        if process is not None:
-            process.kill()
-            await process.end()
+        if self._process is not None:
+            self._process.kill()
+            await self._process.end()
+            self._process = None
 
     async def _start_again(self) -> None:
         """Start another process; without one nothing more is started."""

@@ -32,13 +32,13 @@ MESSAGES: dict[str, dict[str, type]] = {
     "add": {"request": int, "tokens": list, "sampling": dict},
     "cancel": {"request": int},
     "update": {"number": int, "folder": str, "version": str},
-    "load_adapter": {"number": int, "name": str, "folder": str},
+    "load_adapter": {"number": int, "name": str, "folder": str, "version": int},
     "unload_adapter": {"number": int, "name": str},
     "sleep": {"number": int, "level": int},
     "wake": {"number": int},
     "ready": {"weight_version": str},
     "failed": {"error": dict},
-    "step": {"outputs": list, "counters": dict},
+    "step": {"outputs": list, "requests": list, "step_s": float, "counters": dict},
     "rejected": {"request": int, "error": dict},
     "done": {"number": int, "weight_version": str},
     "refused": {"number": int, "error": dict},
@@ -60,8 +60,8 @@ def decode(line: bytes) -> dict[str, Any]:
     if not line.endswith(b"\n"):
         raise _garbage(line, "ends before its line does")
     try:
-        table = json.loads(line)
-    except (ValueError, RecursionError) as error:
+        table = json.loads(line.decode())
+    except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
         raise _garbage(line, f"is not valid JSON: {error}") from None
     if not isinstance(table, dict):
         raise _garbage(line, "must be a JSON object")
@@ -177,33 +177,35 @@ class LineSocket:
             WorldError: `serve/engine` for a line that is no message or is too long.
         """
         try:
-            while True:
-                while wait or select.select([self._connection], [], [], 0)[0]:
-                    if wait:
-                        self._since_s = None
-                    try:
-                        data = self._connection.recv(_CHUNK)
-                    except OSError:
-                        return None
-                    if not data:
-                        return None
-                    self._buffer += data
-                    if data.endswith(b"\n"):
-                        break
-                    if len(self._buffer) - self._buffer.rfind(b"\n") > MAX_LINE_BYTES:
-                        raise _garbage(b"", f"is longer than {MAX_LINE_BYTES} bytes")
+            while self._fill(wait):
                 lines = self._whole_lines()
                 if lines or not wait:
                     return [self._read(line) for line in lines]
+            return None
         finally:
             self._since_s = time.monotonic()
 
+    def _fill(self, wait: bool) -> bool:
+        """Take what is there, with `wait` something at least; False at the end of file."""
+        if wait:
+            self._since_s = None
+        while wait or select.select([self._connection], [], [], 0)[0]:
+            wait = False
+            try:
+                data = self._connection.recv(_CHUNK)
+            except OSError:
+                return False
+            if not data:
+                return False
+            self._buffer += data
+            if len(self._buffer) - self._buffer.rfind(b"\n") > MAX_LINE_BYTES:
+                raise _garbage(b"", f"is longer than {MAX_LINE_BYTES} bytes")
+        return True
+
     def _whole_lines(self) -> list[bytes]:
         end = self._buffer.rfind(b"\n") + 1
-        lines, self._buffer = (
-            bytes(self._buffer[:end]).splitlines(keepends=True),
-            self._buffer[end:],
-        )
+        lines = bytes(self._buffer[:end]).splitlines(keepends=True)
+        del self._buffer[:end]
         return lines
 
     def _read(self, line: bytes) -> dict[str, Any]:
