@@ -20,6 +20,9 @@ from phalanx.worlds.comm_log import CommLog
 _SCOPE = "unit:"
 _NODE = "autograd::engine::evaluate_function"
 _SEQUENCE = "Sequence number"
+# ATen's operators, and autograd functions of our own ("_RmsNorm", "_RmsNormBackward"), since their
+# kernels are called past ATen.
+_OPERATORS = ("aten::", "_")
 
 
 class OperatorProfile:
@@ -72,7 +75,9 @@ def _named_scope(name: str, module: nn.Module) -> tuple[Any, Any]:
 
 
 def operator_rows(events: list[dict[str, Any]], start_s: float) -> Iterator[dict[str, Any]]:
-    """Rows of the outermost ATen operators (and of kernels) of a Chrome trace that torch wrote.
+    """Rows of the outermost operators (and of kernels) of a Chrome trace that torch wrote.
+
+    Operators are those of ATen and our own autograd functions; what these call is inside of them.
 
     Args:
         events: its "traceEvents".
@@ -88,7 +93,7 @@ def operator_rows(events: list[dict[str, Any]], start_s: float) -> Iterator[dict
     }
     for event, layer, node, is_inner in nested:
         is_kernel = event.get("cat") == "kernel"
-        if not is_kernel and (is_inner or not event["name"].startswith("aten::")):
+        if not is_kernel and (is_inner or not event["name"].startswith(_OPERATORS)):
             continue
         sequence = node["args"].get(_SEQUENCE) if node is not None else None
         yield {
@@ -104,7 +109,7 @@ def operator_rows(events: list[dict[str, Any]], start_s: float) -> Iterator[dict
 def _nested(
     spans: list[dict[str, Any]],
 ) -> Iterator[tuple[dict[str, Any], str, dict[str, Any] | None, bool]]:
-    """(event, unit around it, backward node around it, whether an ATen operator is around it)."""
+    """(event, unit around it, backward node around it, whether an operator is around it)."""
     threads: dict[Any, list[tuple[float, dict, str, dict | None, bool]]] = {}
     for event in sorted(spans, key=lambda e: (e["ts"], -e["dur"])):
         stack = threads.setdefault((event.get("pid"), event.get("tid")), [])
@@ -117,5 +122,5 @@ def _nested(
             layer = name.removeprefix(_SCOPE)
         elif name.startswith(_NODE):
             node = event
-        is_inner = is_inner or name.startswith("aten::")
+        is_inner = is_inner or name.startswith(_OPERATORS)
         stack.append((event["ts"] + event["dur"], event, layer, node, is_inner))

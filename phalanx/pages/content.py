@@ -263,7 +263,7 @@ def short(quantity: str) -> str:
 
 def groups(rows: Sequence[Row]) -> list[tuple[str, list[tuple[str, Row]]]]:
     """Rows by what stands between the first and the last part of their names, in order of first
-    appearance: "parity/merged/tokens" is ("merged", [("tokens", row)]); "" for names of two parts."""
+    appearance: "parity/merged/tokens" is ("merged", [("tokens", row)]); "": names of two parts."""
     found: dict[str, list[tuple[str, Row]]] = {}
     for row in rows:
         group, _, rest = short(row.quantity).rpartition("/")

@@ -23,12 +23,20 @@ KINDS = (PRODUCTS, ATTENTION, ELEMENTWISE, ENDS, OPTIMIZER, COPIES, COMMUNICATIO
 PASSES = (FORWARD, BACKWARD, OPTIMIZER, COMMUNICATION)
 _OF_PASS = {"F": FORWARD, "B": BACKWARD, "O": OPTIMIZER}
 
-# Our operators, then ATen's; the first pattern that fits counts.
+# Operators as planned; measured ones are our autograd functions and ATen's operators. The first
+# pattern that fits counts.
 _SIMULATED = (
     ("linear", PRODUCTS), ("experts", PRODUCTS), ("attention", ATTENTION), ("head", ENDS),
     ("embedding", ENDS), ("optimizer", OPTIMIZER), ("*", ELEMENTWISE),
 )  # fmt: skip
+_FUNCTIONS = (
+    ("_*attention*", ATTENTION), ("_rms*", ELEMENTWISE), ("_gate*", ELEMENTWISE),
+    ("_rotate*", ELEMENTWISE), ("_frozenpluslowrank*", PRODUCTS), ("_crossentropy*", ENDS),
+    ("_enter*", COMMUNICATION), ("_leave*", COMMUNICATION), ("_join*", COMMUNICATION),
+    ("_gathertokens*", COMMUNICATION), ("_scattertokens*", COMMUNICATION),
+)  # fmt: skip
 _INSIDE_LAYERS = (
+    *_FUNCTIONS,
     ("*embedding*", ENDS),
     ("*scaled_dot_product*", ATTENTION), ("*flash*", ATTENTION), ("*attention*", ATTENTION),
     ("*softmax*", ATTENTION), ("*bmm", ATTENTION), ("*::matmul", ATTENTION),
@@ -36,9 +44,11 @@ _INSIDE_LAYERS = (
     ("*::linear*", PRODUCTS), ("*mm", PRODUCTS), ("*mm_*", PRODUCTS), ("*gemm*", PRODUCTS),
     ("*copy*", COPIES), ("*::to", COPIES), ("*::_to*", COPIES), ("*::cat", COPIES),
     ("*zero*", COPIES), ("*empty*", COPIES), ("*clone", COPIES), ("*contiguous", COPIES),
-    ("*split_with_sizes*", COPIES), ("*emcpy*", COPIES), ("*", ELEMENTWISE),
+    ("*split_with_sizes*", COPIES), ("*chunk*", COPIES), ("*stack", COPIES), ("*emcpy*", COPIES),
+    ("*", ELEMENTWISE),
 )  # fmt: skip
 _OUTSIDE = (
+    *_FUNCTIONS,
     ("*softmax*", ENDS), ("*matmul", ENDS), ("*bmm", ENDS), ("*::linear*", ENDS), ("*mm", ENDS),
     ("*logsumexp*", ENDS), ("*gather", ENDS), ("*exp*", ENDS), ("*tanh*", ENDS),
     ("*index*", ENDS),
@@ -181,7 +191,7 @@ def _computing_lanes(rows: Trace, lanes: np.ndarray) -> list[str]:
     streams = [lane for lane in names if not lane.startswith("thread")]
     if streams:
         return streams
-    in_model = (rows.column("layer") != "") | (rows.column("phase") != "")
+    in_model = rows.column("layer") != ""
     return [lane for lane in names if bool(in_model[lanes == lane].any())]
 
 
