@@ -7,6 +7,7 @@ tokens are read as such, and none are added by the tokenizer.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,25 +82,28 @@ def _message(at: str, value: Any) -> Message:
         for key, reader in _MESSAGE.items()
     }
     given = {key: each for key, each in read(value, table, where=at).items() if each is not None}
-    role, content = given.pop("role", None), given.get("content")
+    role, content = given.pop("role", None), given.pop("content", None)
     role = "system" if role == _DEVELOPER else role
     if role not in ROLES:
         raise wrong(f"{at}.role", role, "is no role", [*ROLES, _DEVELOPER])
-    calls = given.get("tool_calls")
-    if content is None and not (calls and role == "assistant"):
+    calls = given.pop("tool_calls", None)
+    if calls:
+        given["tool_calls"] = _tool_calls(at, role, calls)
+    elif content is None:
         raise wrong(f"{at}.content", None, "must be given")
-    more = {key: each for key, each in given.items() if key != "content"}
-    if not any(more.values()):
-        return Message(role, content or "")
-    turn = {"role": role, "content": content or None, **more}
-    if not content and not calls:
-        turn["content"] = " "  # the reader of rows takes no empty turn; put back below
+    extra = json.dumps({key: each for key, each in given.items() if each}, sort_keys=True)
+    return Message(role, content or "", "" if extra == "{}" else extra)
+
+
+def _tool_calls(at: str, role: str, calls: Any) -> list[Any]:
+    """Calls as templates expect them, which is as training data has them."""
+    turn = {"role": role, "content": None, "tool_calls": calls}
     try:
-        found = example_of({"messages": [turn]}, "messages", at).messages[0]
+        extra = example_of({"messages": [turn]}, "messages", at).messages[0].extra
     except JobError as error:
         where = error.where.replace(f"{at}: messages[0]", at)
         raise JobError("serve/request", where, error.value, error.rule, legal=error.legal) from None
-    return Message(role, content or "", found.extra)
+    return list(json.loads(extra)["tool_calls"])
 
 
 CHAT: Table = COMMON | {
