@@ -172,10 +172,9 @@ def duration(hours: Sequence[float]) -> str:
 
 
 def dollars(values: Sequence[float]) -> str:
-    """Expected, least and most."""
-    expected, least, most = (
-        f"{each:,.0f}" if values[0] >= 100 else f"{each:.2f}" for each in values
-    )
+    """Expected, least and most; cents, unless there is less than one or far more."""
+    digits = 0 if values[0] >= 100 else 2 if values[0] >= 0.1 else 4
+    expected, least, most = (f"{each:,.{digits}f}" for each in values)
     return f"${expected} ({least} to {most})"
 
 

@@ -15,7 +15,8 @@ from typing import Any
 
 from phalanx.errors import JobError, nearest_names
 from phalanx.models.config import DecoderConfig, parse_config, read_config
-from phalanx.models.demo import DEMO_MODEL, demo_folder
+from phalanx.models.demo import DEMO_MODEL
+from phalanx.models.file_head import demo_tokenizer_folder
 
 _NEEDED = (
     "model_type, vocab_size, hidden_size, intermediate_size, num_hidden_layers, "
@@ -77,8 +78,8 @@ def named_model(name: str, log: Callable[[str], None] = print) -> NamedModel:
     if found := _presets().get(name.lower()):
         where = f"phalanx/models/presets/{found['short']}.json"
         config = parse_config(found["config"], where)
-        folder = demo_folder() if DEMO_MODEL in found["names"] else _kept(found["names"])
-        words = _with_words(folder) if folder else None
+        is_demo = DEMO_MODEL in found["names"]
+        words = demo_tokenizer_folder() if is_demo else _kept(found["names"])
         return NamedModel(found["short"], config, f"preset: {found['source']}", words)
     return _of_hub(name, log)
 

@@ -23,7 +23,8 @@ from phalanx.data.samples import Audit, Samples
 from phalanx.data.sources import content_hash
 from phalanx.data.store import Prepared, read_prepared, write_account
 from phalanx.data.tokenise import Encoded, TextTokenizer
-from phalanx.models.demo import DEMO_MODEL, demo_folder
+from phalanx.models.demo import DEMO_MODEL
+from phalanx.models.file_head import demo_tokenizer_folder
 from phalanx.models.named import NamedModel
 
 FORMAT_VERSION = 1
@@ -95,9 +96,9 @@ def profile_of(model: NamedModel, settings: DataSettings) -> DataProfile:
     own = model.tokenizer_folder
     if own is not None:
         return _profile(settings, own, "the model's own tokenizer", is_assumption=False)
-    if "gemma" in model.config.family and (demo_folder() / "tokenizer.json").is_file():
+    if "gemma" in model.config.family and (relative := demo_tokenizer_folder()) is not None:
         text = f"the tokenizer of {DEMO_MODEL}; this model's is not here"
-        return _profile(settings, demo_folder(), text, is_assumption=True)
+        return _profile(settings, relative, text, is_assumption=True)
     text = (
         f"bytes, {BYTES_PER_TOKEN} a token and {TOKENS_PER_TURN} tokens a turn; "
         "this model's tokenizer is not here"

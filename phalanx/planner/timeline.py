@@ -32,6 +32,7 @@ from phalanx.worlds.sim import SimWorld
 
 # A simulated step further from the predicted seconds than this is explained.
 AGREES_FRAC = 0.05
+_EXCHANGES = ("gather", "reduce", "exchange")
 _PASSES = {"F": "forward", "B": "backward", "O": "optimizer"}
 _UNNAMED_BLOCK = "model.embed_tokens"  # what belongs to no block is computed before the layers
 
@@ -60,10 +61,18 @@ class StepForecast:
         """Why the two differ; "" where they agree within `AGREES_FRAC`."""
         if abs(self.gap_frac) <= AGREES_FRAC:
             return ""
-        said = f"the simulated step ends {self.gap_frac:+.1%} from the predicted sum"
+        said_s = sum(self.prediction.seconds.get(name, 0.0) for name in _EXCHANGES)
+        played = self.trace.where(rank=0)
+        played_s = float(played.columns["dur_s"][played.column("axis") != ""].sum())
+        told = (
+            f"the simulated step ends {self.gap_frac:+.1%} from the predicted sum; of it "
+            f"{played_s:.3g} s are communication, where the sum counts {said_s:.3g} s"
+        )
         if self.trace.notes["overlaps"]:
-            return f"{said}: it overlaps communication with computing, the sum does not"
-        return f"{said}: it plays whole micro-batches, the sum counts their mean number"
+            return f"{told}; it overlaps communication with computing, the sum does not"
+        if said_s and not played_s:
+            return f"{told} (one rank has nobody to talk to, but copies what would be gathered)"
+        return f"{told}; it plays whole micro-batches, the sum counts their mean number"
 
 
 def step_forecast(plan: Plan, config: DecoderConfig, work: Workload) -> StepForecast:
