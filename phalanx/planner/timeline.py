@@ -70,9 +70,9 @@ class StepForecast:
         )
         if self.trace.notes["overlaps"]:
             return f"{told}; it overlaps communication with computing, the sum does not"
-        if said_s and not played_s:
-            return f"{told} (one rank has nobody to talk to, but copies what would be gathered)"
-        return f"{told}; it plays whole micro-batches, the sum counts their mean number"
+        if self.trace.notes["micro_batches"] != self.trace.notes["mean_micro_batches"]:
+            return f"{told}; it plays whole micro-batches, the sum counts their mean number"
+        return f"{told}; a rank alone on its axis talks to nobody, but copies what it would gather"
 
 
 def step_forecast(plan: Plan, config: DecoderConfig, work: Workload) -> StepForecast:
@@ -107,7 +107,8 @@ def step_forecast(plan: Plan, config: DecoderConfig, work: Workload) -> StepFore
     overlaps = role.device != "cpu"
     program = _program(role, config, work, num_items, overlaps=overlaps)
     played = drive(SimWorld(mesh, cost, job=plan.job), program=program)
-    trace = _named(played, pieces, {"overlaps": overlaps, "micro_batches": num_items})
+    counts = {"micro_batches": num_items, "mean_micro_batches": work.num_items}
+    trace = _named(played, pieces, {"overlaps": overlaps, **counts})
     return StepForecast(trace, prediction, mesh.size)
 
 
