@@ -20,13 +20,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from phalanx.engines.serve.adapter_fit import read_fitting, require_fit
 from phalanx.errors import JobError, PhalanxError, nearest_names
 from phalanx.models.peft_folder import StoredAdapters
 from phalanx.models.spec import DecoderConfig, LoraSpec, layer_tensors
+from phalanx.ops.packed_linear import packed_linear
 
 # last part of a module's name -> the packed matrix that its outputs are columns of, in this order
 MATRIX_OF = {
@@ -44,10 +44,10 @@ BASE = -1  # the slot of rows without an adapter
 
 
 class LowRank(NamedTuple):
-    """What an adapter adds to a packed matrix: (x down^T) up; alpha / rank is in `up`."""
+    """What an adapter adds to a packed matrix: (x down^T) up^T; alpha / rank is in `up`."""
 
     down_PI: Tensor
-    up_PO: Tensor
+    up_OP: Tensor
 
 
 _Tensors = Mapping[str, Tensor]
@@ -69,8 +69,8 @@ class AdapterBatch:
         for products, start, end in self._groups:
             product = products.get((layer, matrix))
             if product is not None:
-                low_NP = F.linear(x_SI[start:end], product.down_PI)
-                out_SO[start:end].addmm_(low_NP, product.up_PO)
+                low_NP = packed_linear(x_SI[start:end], product.down_PI)
+                out_SO[start:end].add_(packed_linear(low_NP, product.up_OP))
 
 
 @dataclass(slots=True, eq=False)
@@ -280,12 +280,12 @@ class AdapterSlots:
         """The factors of all adapted parts of a packed matrix: `up` is diagonal by blocks."""
         wide = torch.promote_types(self._dtype, torch.float32)
         down_PI = torch.cat([tensors[f"{module}.lora_A.weight"].to(wide) for _, module in parts])
-        up_PO = torch.zeros(len(down_PI), parts[0][0].width, dtype=wide)
+        up_OP = torch.zeros(parts[0][0].width, len(down_PI), dtype=wide)
         for at, (column, module) in enumerate(parts):
-            rows = slice(at * lora.rank, (at + 1) * lora.rank)
+            ranks = slice(at * lora.rank, (at + 1) * lora.rank)
             b_OR = tensors[f"{module}.lora_B.weight"].to(wide)
-            up_PO[rows, column.start : column.end] = lora.scale * b_OR.t()
-        product = LowRank(*(each.to(self._device, self._dtype) for each in (down_PI, up_PO)))
+            up_OP[column.start : column.end, ranks] = lora.scale * b_OR
+        product = LowRank(*(each.to(self._device, self._dtype) for each in (down_PI, up_OP)))
         if not all(each.isfinite().all() for each in product):
             names = ", ".join(module for _, module in parts)
             raise JobError("serve/adapter", names, None, "holds values that are not finite")
