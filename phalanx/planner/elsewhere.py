@@ -14,14 +14,16 @@ from phalanx.cost.efficiency import efficiency_of
 from phalanx.cost.local_shapes import local_config
 from phalanx.cost.step_memory import units_of
 from phalanx.cost.step_work import Workload
+from phalanx.data.store import Prepared
 from phalanx.hardware import parse_cluster
 from phalanx.job import Job
 from phalanx.models.named import named_model
 from phalanx.models.spec import PROJECTIONS, LoraSpec, lora_tensors
 from phalanx.planner.candidates import Layout
 from phalanx.planner.clusters import AskedCluster, device_rates
-from phalanx.planner.profile import DataProfile
-from phalanx.planner.search import Answer, Training, answer
+from phalanx.planner.profile import DataProfile, profile_of_prepared
+from phalanx.planner.search import Answer, answer
+from phalanx.planner.training import Training
 from phalanx.report import Report
 
 MODEL = "gemma-4-31b"
@@ -85,14 +87,16 @@ CONTRADICTIONS = {
 }
 
 
-def elsewhere(job: Job, profile: DataProfile) -> Report:
+def elsewhere(job: Job, data: Prepared) -> Report:
     """This job's data and steps with Gemma 4 31B elsewhere, and the published recipe.
 
     Args:
         job: as it runs here; its method, rank, batch and steps are kept.
-        profile: of its data, counted by its own tokenizer.
+        data: its samples, counted by its own tokenizer.
     """
     report = Report(f"{MODEL} elsewhere")
+    counted_by = f"the tokenizer of {job.model.name}"
+    profile = profile_of_prepared(data, job.data.source, counted_by, is_assumption=True)
     training = _training(job, profile)
     for run in (GPU, TPU):
         cluster = parse_cluster(run.cluster)

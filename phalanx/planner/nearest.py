@@ -14,7 +14,8 @@ import numpy as np
 from phalanx.hardware import Cluster, machine_names, read_machine
 from phalanx.models.spec import LoraSpec
 from phalanx.planner.clusters import AskedCluster
-from phalanx.planner.search import Answer, Training, answer, is_tight, limit_of, smallest_plan
+from phalanx.planner.search import Answer, answer, is_tight, limit_of, smallest_plan
+from phalanx.planner.training import Training
 
 _MOST_TIMES = 64  # devices, of those that were asked for
 _LORA_RANK = 16

@@ -25,7 +25,8 @@ from phalanx.planner.candidates import RECOMPUTE, Choice, fixed_mesh
 from phalanx.planner.clusters import AskedCluster, asked_clusters
 from phalanx.planner.nearest import Nearest, nearest_that_fit
 from phalanx.planner.profile import profile_of
-from phalanx.planner.search import Answer, Training, answer
+from phalanx.planner.search import Answer, answer
+from phalanx.planner.training import Training
 from phalanx.report import Report
 
 _MOMENT_BYTES = 8  # AdamW, float32, per trained element

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -15,114 +15,17 @@ from phalanx.cost.cluster_step import OperatorGroup, StepSeconds, operator_group
 from phalanx.cost.efficiency import Efficiency, efficiency_of
 from phalanx.cost.local_shapes import local_config
 from phalanx.cost.step_memory import Unit, memory_terms, saved_bytes_per_token, units_of
-from phalanx.cost.step_work import Workload, row_tokens_for, workload_of
-from phalanx.data.batches import SampleStream, num_steps, step_samples
+from phalanx.cost.step_work import Workload, row_tokens_for
 from phalanx.hardware import Cluster
 from phalanx.models.config import DTYPE_BYTES, DecoderConfig
-from phalanx.models.spec import LoraSpec
-from phalanx.planner.candidates import Candidate, Choice, Layout, layouts, row_choices
+from phalanx.planner.candidates import Candidate, Layout, layouts, row_choices
 from phalanx.planner.clusters import AskedCluster, device_rates
-from phalanx.planner.profile import DataProfile
+from phalanx.planner.training import Training
 
 OBJECTIVES = ("time", "cost", "memory")
 # peaks of real runs stayed within so much of the formula (docs/performance.md); a plan with less
 # room than that is chosen only where there is no other
 MEMORY_ERROR_FRAC = 0.08
-_DEALT_STEPS = 8  # of the data, to see what a typical step holds
-
-
-@dataclass(frozen=True)
-class Parts:
-    """What many candidates share, filled as it is asked for.
-
-    Attributes:
-        groups: (tensor degree, tokens split, document tokens) -> operators of a rank.
-        saved: the same and recomputation -> bytes that autograd keeps of a token.
-        units: tensor degree, sharding -> units of the data specs.
-    """
-
-    groups: dict[tuple, tuple[OperatorGroup, ...]] = field(default_factory=dict)
-    saved: dict[tuple, float] = field(default_factory=dict)
-    units: dict[tuple, list[Unit]] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Training:
-    """What is trained, wherever it runs.
-
-    Attributes:
-        config: sizes; its dtype is that of compute and of frozen weights.
-        method: "lora", "full" or "pretrain"; lora: the adapters, None otherwise.
-        batch_tokens: of one optimizer step.
-        epochs: passes over the samples, or 0 and `steps`.
-        master_dtype: of what is trained.
-        checkpoints: kept at most at once.
-    """
-
-    config: DecoderConfig
-    profile: DataProfile
-    method: str = "lora"
-    lora: LoraSpec | None = None
-    batch_tokens: int = 4096
-    epochs: float = 1.0
-    steps: int = 0
-    master_dtype: str = "float32"
-    checkpoints: int = 1
-    seed: int = 0
-    choice: Choice = field(default_factory=Choice)
-
-    @cached_property
-    def stream(self) -> SampleStream:
-        """The samples in training order."""
-        return SampleStream(self.profile.samples, self.seed)
-
-    @cached_property
-    def num_steps(self) -> int:
-        """Optimizer steps of the whole job."""
-        if self.epochs:
-            return num_steps(self.stream, self.epochs, self.batch_tokens)
-        return self.steps
-
-    @cached_property
-    def documents_of_a_step(self) -> int:
-        """Of the first one."""
-        return len(step_samples(self.stream, 0, self.batch_tokens))
-
-    @property
-    def casts(self) -> bool:
-        """Whether what is trained is kept in another dtype than computes."""
-        return self.method != "lora" and self.master_dtype != self.config.dtype
-
-    @cached_property
-    def works(self) -> dict[tuple[int, int], Workload]:
-        """(data ranks, row tokens) -> what a rank computes; filled as it is asked for."""
-        return {}
-
-    @cached_property
-    def parts(self) -> Parts:
-        """What plans share, on all clusters."""
-        return Parts()
-
-    def work(self, layout: Layout, row_tokens: int) -> Workload:
-        """What a rank of a layout computes in a typical step."""
-        key = (layout.num_data_ranks, row_tokens)
-        if key not in self.works:
-            self.works[key] = workload_of(
-                self.profile.samples,
-                self.config,
-                num_steps=min(self.num_steps, _DEALT_STEPS),
-                global_batch_tokens=self.batch_tokens,
-                row_tokens=row_tokens,
-                num_ranks=layout.num_data_ranks,
-                seed=self.seed,
-                lora=self.lora,
-            )
-        return replace(
-            self.works[key],
-            tensor_degree=layout.tensor,
-            splits_tokens=layout.splits_tokens,
-            num_steps=self.num_steps,
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
