@@ -23,6 +23,7 @@ SYSTEM = System(
         "heads), checkpoints converted and adapters merged across layouts, and a cache cost per "
         "layer kind."
     ),
+    policies=("serve/prefill_first",),
     builds_on=("data/fsdp", "tensor/megatron"),
-    modules=("models/gemma4",),
+    modules=("models/families/gemma4", "layout/legalise", "cost/serving", "cost/money"),
 )

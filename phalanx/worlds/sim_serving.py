@@ -67,6 +67,7 @@ class SimEngine:
         self._requests = requests
         self._live = {each.id: _Live(each.prompt_len, each.num_new) for each in requests}
         self._limits = (max_running, max_step_tokens)
+        self._num_held = 0  # blocks
         self.token_s: dict[int, list[float]] = {each.id: [] for each in requests}
         self.finish_s: dict[int, float] = {}
         self.num_preempted = 0
@@ -100,38 +101,39 @@ class SimEngine:
         plan: Any = action.batch
         plan.require_legal(*self._limits)
         for request in plan.preempted:
-            self._live[request].num_cached = 0
+            self._give_back(self._live[request])
             self.num_preempted += 1
-        accepted = [self._compute(*row) for row in plan.rows()]
-        for request, is_whole in zip(plan.requests, accepted):
-            self.token_s[request] += [done.time_s] * is_whole
-        self._require_room()
+        accepted = [self._compute(row, done.time_s) for row in plan.rows()]
+        if self._num_held > self.facts["num_blocks"]:
+            rule, legal = "the step needs more blocks than there are", [self.facts["num_blocks"]]
+            raise PlanError("plan/illegal", "blocks", self._num_held, rule, legal=legal)
         ended = [each for each in plan.requests if not self._live[each].num_left]
         for request in ended:
-            del self._live[request]
+            self._give_back(self._live.pop(request))
             self.finish_s[request] = done.time_s
-        self.facts["free_blocks"] = self.facts["num_blocks"] - self._num_held()
+        self.facts["free_blocks"] = self.facts["num_blocks"] - self._num_held
         data = {"requests": plan.requests, "accepted": accepted}
         step = Event(kind="step", time_s=done.time_s, label=action.label, data=data)
         return [step, *(Event(kind="finish", time_s=done.time_s, item=each) for each in ended)]
 
-    def _compute(self, request: int, query_len: int, kv_len: int) -> int:
+    def _compute(self, row: tuple[int, int, int], now_s: float) -> int:
+        request, query_len, kv_len = row
         live = self._live.get(request)
         if live is None:
             raise PlanError("plan/illegal", "requests", request, "is no live request")
-        if live.num_cached != kv_len or kv_len + query_len > live.num_known:
+        end = kv_len + query_len
+        if live.num_cached != kv_len or end > live.num_known:
             rule = f"request {request} holds {live.num_cached} of {live.num_known} tokens"
             raise PlanError("plan/illegal", "kv_len, query_len", (kv_len, query_len), rule)
-        live.num_cached += query_len
-        is_whole = live.num_cached == live.num_known
-        live.num_known += is_whole
-        live.num_left -= is_whole
-        return int(is_whole)
+        self._num_held += -(-end // BLOCK_TOKENS) - -(-kv_len // BLOCK_TOKENS)
+        live.num_cached = end
+        if end < live.num_known:
+            return 0
+        live.num_known += 1
+        live.num_left -= 1
+        self.token_s[request].append(now_s)
+        return 1
 
-    def _num_held(self) -> int:
-        return sum(-(-live.num_cached // BLOCK_TOKENS) for live in self._live.values())
-
-    def _require_room(self) -> None:
-        if (held := self._num_held()) > self.facts["num_blocks"]:
-            rule = "the step needs more blocks than there are"
-            raise PlanError("plan/illegal", "blocks", held, rule, legal=[self.facts["num_blocks"]])
+    def _give_back(self, live: _Live) -> None:
+        self._num_held -= -(-live.num_cached // BLOCK_TOKENS)
+        live.num_cached = 0
