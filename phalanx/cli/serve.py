@@ -87,7 +87,7 @@ def serve(
     require_packages()
     from phalanx.engines.serve.front import serve as run
 
-    def announce(url: str, sentence: str) -> None:
+    def announce(url: str, sentence: str, engine: object) -> None:
         progress(sentence)
         write(f"{url}\n")
 

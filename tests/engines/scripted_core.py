@@ -87,8 +87,8 @@ def main(descriptor: int) -> None:
     heartbeat = Heartbeat(lines)
     if Path(settings["folder"], "broken").exists():
         os._exit(5)
-    ready = {"kind": "ready", "weight_version": "tiny@0", "vocab_size": 100, "pid": os.getpid()}
-    lines.send(ready)
+    ready = {"weight_version": "tiny@0", "vocab_size": 100, "pid": os.getpid()}
+    lines.send(ready | {"kind": "ready"})
     heartbeat.watch(lambda: COUNTERS)
     script = Script(lines, connection, settings["folder"])
     while (messages := lines.receive(wait=True)) is not None:

@@ -58,7 +58,7 @@ def test_counters_of_the_engine_go_on_where_a_new_engine_begins_at_0():
     counters = {"prompt_tokens": 40, "preempted": 2, "free_blocks": 3, "num_blocks": 4}
     metrics.absorb(counters, 2, 5)
     metrics.absorb(counters | {"prompt_tokens": 50}, 1, 5)
-    metrics.new_engine({})
+    metrics.new_engine()
     metrics.absorb(counters | {"prompt_tokens": 7, "preempted": 0, "free_blocks": 4}, 0, 0)
     value = samples_of(metrics)
     assert value["phalanx_prompt_tokens_total"] == 57

@@ -1,28 +1,52 @@
-"""The processes of a server: what is refused before they start, and what happens when one ends."""
+"""The processes of a server: what is refused before they start, and what happens when one ends.
+
+The model is real (and tiny), and so are all processes; what a front end concludes from each way to
+stand still is tested without a model in test_serve_health.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+import time
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 
 import openai
 import pytest
 
-from phalanx.engines.serve import start_server
-from phalanx.engines.serve.core import make_engine as engine_of_folder
+from phalanx.cost.serving import ServeRates
+from phalanx.engines.serve import ServerHandle, front, start_server
 from phalanx.engines.serve.settings import ServeSettings
+from phalanx.engines.serve.start import make_engine as engine_of_folder
 from phalanx.errors import JobError, PlanError
 from tests.engines.serve_cases import prompt_of, write_model
 from tests.engines.serve_clients import OPTIONS, ask, expected, wait_until, write_text_model
 
-pytestmark = [pytest.mark.dist, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
+BLOCKING_PROMPT = prompt_of(13)
+BLOCKING_POLICY = """
+import time
+from dataclasses import dataclass
+from phalanx.policies.serve.continuous import Continuous
+from phalanx.registry import Source, register
+
+@register("serve", "blocking", grain="step", source=Source("a test", "none"))
+@dataclass(frozen=True, kw_only=True)
+class Blocking(Continuous):
+    def on(self, state, events, view):
+        if any(event.data.get("prompt_len") == 13 for event in events if event.kind == "arrive"):
+            time.sleep(600)
+        return super().on(state, events, view)
+"""
 
 
 @pytest.fixture(scope="module")
@@ -30,9 +54,33 @@ def folder(tmp_path_factory) -> Path:
     return write_text_model(tmp_path_factory.mktemp("processes") / "tiny")
 
 
-def children_of(pid: int) -> list[int]:
-    text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
-    return [int(each) for each in text.split()]
+@pytest.fixture(scope="module")
+def policies(tmp_path_factory) -> Path:
+    """A folder for PYTHONPATH with a scheduler of another package, whose decision may block."""
+    path = tmp_path_factory.mktemp("policies")
+    (path / "blocking_policy.py").write_text(BLOCKING_POLICY)
+    info = path / "blocking_policy-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: blocking-policy\nVersion: 1\n")
+    (info / "entry_points.txt").write_text("[phalanx.policies]\nblocking = blocking_policy\n")
+    return path
+
+
+@pytest.fixture(scope="module")
+def server(folder, policies) -> Iterator[ServerHandle]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(policies))
+        settings = ServeSettings(
+            folder=str(folder), scheduler="blocking", port=0, stall_s=2.0, restarts=1, **OPTIONS
+        )
+        with ServerHandle(settings) as handle:
+            yield handle
+
+
+def core_of(server: ServerHandle) -> int:
+    pid = server._process.pid
+    (core,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return int(core)
 
 
 def refusal_of(query: str | urllib.request.Request) -> bytes:
@@ -45,30 +93,194 @@ def refusal_of(query: str | urllib.request.Request) -> bytes:
     return b""
 
 
-def test_health_fails_when_the_engine_is_dead_although_http_lives(folder):
-    with start_server(folder, **OPTIONS) as server:
-        with urllib.request.urlopen(f"{server.url}/health", timeout=10) as answer:
-            assert json.load(answer)["status"] == "ok"
-        (core,) = children_of(server._process.pid)
+def metric(server: ServerHandle, name: str) -> float:
+    with urllib.request.urlopen(f"{server.url}/metrics", timeout=10) as answer:
+        lines = answer.read().decode().splitlines()
+    return float(next(line.split()[1] for line in lines if line.startswith(f"phalanx_{name} ")))
+
+
+def answer_of(server: ServerHandle) -> list[int]:
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+    return ask(client, prompt_of(9)).choices[0].token_ids
+
+
+async def fates_under(server: ServerHandle, harm, prompts, seconds: float) -> list[object]:
+    """What becomes of requests, every other one streamed, when harm is done to the engine.
+
+    Asserts that all end within so many seconds of it.
+    """
+    async with openai.AsyncOpenAI(
+        base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=30
+    ) as client:
+
+        async def one(number: int, prompt: list[int]) -> object:
+            call = client.completions.create(
+                model="tiny",
+                prompt=prompt,
+                max_tokens=100,
+                stream=number % 2 == 1,
+                extra_body={"ignore_eos": True},
+            )
+            answer = await call
+            if number % 2 == 1:
+                return [part async for part in answer]
+            return answer
+
+        calls = [asyncio.create_task(one(*each)) for each in enumerate(prompts)]
+        while metric(server, "requests_running") + metric(server, "requests_waiting") < 2:
+            await asyncio.sleep(0.005)
+        harm()
+        start_s = time.monotonic()
+        fates = await asyncio.gather(*calls, return_exceptions=True)
+        assert time.monotonic() - start_s < seconds
+        return fates
+
+
+def require_ended_by_the_engine(fates: list[object]) -> None:
+    """At least one request was lost, and each that was says why."""
+    lost = [fate for fate in fates if isinstance(fate, BaseException)]
+    assert lost
+    for fate in lost:
+        assert isinstance(fate, openai.APIError), fate
+        assert fate.body["code"] == "serve/engine"
+        if isinstance(fate, openai.APIStatusError):
+            assert fate.status_code == 503 and fate.response.headers["retry-after"]
+
+
+def require_recovery(server: ServerHandle, core: int, answer: list[int], restarts: float) -> None:
+    wait_until(lambda: not refusal_of(f"{server.url}/health"))
+    assert core_of(server) != core
+    assert answer_of(server) == answer == expected(prompt_of(9), 12)
+    assert metric(server, "engine_restarts_total") == restarts + 1
+    assert metric(server, "engine_up") == 1
+
+
+# ---- an engine that ends -------------------------------------------------------------------------
+
+
+def test_an_engine_killed_under_load_fails_at_once_and_another_answers_the_same(server):
+    answer, core = answer_of(server), core_of(server)
+    restarts = metric(server, "engine_restarts_total")
+    prompts = [prompt_of(length) for length in (20, 21, 22, 23, 24)]
+    harm_s = []
+
+    def kill() -> None:
         os.kill(core, signal.SIGKILL)
-        wait_until(lambda: b"ended with signal 9" in refusal_of(f"{server.url}/health"))
-        completion = urllib.request.Request(f"{server.url}/v1/completions", b'{"prompt": [5]}')
-        assert b"ended with signal 9" in refusal_of(completion)
+        start_s = time.monotonic()
+        wait_until(lambda: b"a new one is started" in refusal_of(f"{server.url}/health"), 2)
+        harm_s.append(time.monotonic() - start_s)
+        assert b'"ok"' in urllib.request.urlopen(f"{server.url}/live", timeout=10).read()
+
+    fates = asyncio.run(fates_under(server, kill, prompts, 3.0))
+    require_ended_by_the_engine(fates)
+    assert harm_s[0] < 1.0
+    require_recovery(server, core, answer, restarts)
 
 
-def test_health_fails_when_the_engines_loop_stands_still(folder):
-    with start_server(folder, stall_s=1.5, **OPTIONS) as server:
-        (core,) = children_of(server._process.pid)
+def test_an_engine_stopped_under_load_is_unhealthy_in_5_s_and_all_requests_end_in_10(server):
+    answer, core = answer_of(server), core_of(server)
+    restarts = metric(server, "engine_restarts_total")
+
+    def stop() -> None:
         os.kill(core, signal.SIGSTOP)
-        try:
-            wait_until(lambda: b"without progress" in refusal_of(f"{server.url}/health"))
-        finally:
-            os.kill(core, signal.SIGCONT)
-        wait_until(lambda: not refusal_of(f"{server.url}/health"))
+        wait_until(lambda: b"without progress" in refusal_of(f"{server.url}/health"), 5)
+
+    prompts = [prompt_of(length) for length in (20, 21, 22, 23, 24)]
+    require_ended_by_the_engine(asyncio.run(fates_under(server, stop, prompts, 10 - 3.0)))
+    require_recovery(server, core, answer, restarts)
+
+
+def test_a_scheduler_that_never_answers_is_found_although_the_process_lives(server):
+    answer, core = answer_of(server), core_of(server)
+    restarts = metric(server, "engine_restarts_total")
+    prompts = [BLOCKING_PROMPT, BLOCKING_PROMPT]
+    fates = asyncio.run(fates_under(server, lambda: None, prompts, server.settings.stall_s + 8))
+    require_ended_by_the_engine(fates)
+    require_recovery(server, core, answer, restarts)
+
+
+def test_no_process_outlives_a_front_end_that_was_killed_even_within_a_step(folder, policies):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(policies))
+        settings = ServeSettings(folder=str(folder), scheduler="blocking", port=0, **OPTIONS)
+        server = ServerHandle(settings)
+    core = core_of(server)
+    body = json.dumps({"prompt": BLOCKING_PROMPT, "max_tokens": 4}).encode()
+    query = urllib.request.Request(f"{server.url}/v1/completions", body)
+    with contextlib.suppress(TimeoutError):  # the scheduler is in its endless decision now
+        urllib.request.urlopen(query, timeout=0.5)
+    server._process.kill()
+    killed_s = time.monotonic()
+    wait_until(lambda: not Path(f"/proc/{core}").exists(), 5)
+    assert time.monotonic() - killed_s < 5
+    server.close()
+
+
+def test_an_engine_that_cannot_be_started_again_ends_the_command_with_its_reason(folder, tmp_path):
+    command = [sys.executable, "-m", "phalanx.cli", "serve", str(folder), "--port", "0"]
+    command += ["--max-running", "2", "--max-tokens", "64", "--threads", "1", "--restarts", "0"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        url = process.stdout.readline().strip()
+        (core,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        os.kill(int(core), signal.SIGKILL)
+        wait_until(lambda: b"it is not started again" in refusal_of(f"{url}/health"), 5)
+        err = process.communicate(timeout=30)[1]
+    assert process.returncode == 2
+    assert "error[serve/engine]: engine: the engine process ended with signal 9" in err
+    assert "Traceback" not in err
+
+
+# ---- an end that was asked for -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_lets_requests_end_and_takes_no_more(folder, number):
+    command = [sys.executable, "-m", "phalanx.cli", "serve", str(folder), "--port", "0"]
+    command += ["--max-running", "3", "--max-tokens", "512", "--threads", "1"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        url = process.stdout.readline().strip()
+        answer = urllib.request.urlopen(f"{url}/v1/models", timeout=10).read()
+        assert b'"max_model_len":512' in answer
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+        parts = ask(client, prompt_of(9), 500, stream=True)
+        tokens = list(next(iter(parts)).choices[0].token_ids)
+        process.send_signal(number)
+        wait_until(lambda: b"is being stopped" in refusal_of(f"{url}/health"), 2)
+        query = urllib.request.Request(f"{url}/v1/completions", b'{"prompt": [5]}')
+        assert b"takes no new requests" in refusal_of(query)
+        tokens += [token for part in parts for token in part.choices[0].token_ids]
+        out, err = process.communicate(timeout=30)
+    assert len(tokens) == 500 and tokens[:12] == expected(prompt_of(9), 12)
+    assert process.returncode == 0 and out == "" and "Traceback" not in err
+    assert "up to 3 requests at once, 512 tokens each" in err
+    assert "predicted TTFT" in err and "at 3 requests (from steps measured at the start)" in err
+
+
+def test_the_sentence_by_hand(folder):
+    rates = ServeRates(
+        layers_s=((1, 0.01), (101, 0.11)), head_s=((1, 0.002),), kv_token_s=1e-6, pair_s=0.0
+    )
+    ready = {"dtype": "float32", "max_running": 11, "max_tokens": 400, "max_step_tokens": 101}
+    ready |= {"kv_tokens": 1000, "kv_bytes": 2048, "rates": rates.to_dict()}
+    settings = ServeSettings(folder=str(folder), scheduler="continuous", name="small")
+    assert front.sentence(settings, "http://x:1", ready) == (
+        "small (float32) listens at http://x:1: up to 11 requests at once, 400 tokens each (prompt "
+        "and output); KV cache of 1000 tokens, 2 KiB, holds 2 requests of full length; predicted "
+        "TTFT 220 ms for a prompt of 200 tokens, TPOT 12 ms alone and 24 ms at 11 requests (from "
+        "steps measured at the start)"
+    )
+
+
+# ---- what is refused -----------------------------------------------------------------------------
 
 
 def test_a_model_without_a_tokenizer_serves_token_ids(tmp_path):
     with start_server(write_model(tmp_path / "bare"), **OPTIONS) as server:
+        assert server.engine["kv_tokens"] >= 3 * 128 and f"{server.url}:" in server.sentence
         client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
         choice = ask(client, prompt_of(9), model="bare", logprobs=0).choices[0]
         assert choice.token_ids == expected(prompt_of(9), 12) and choice.text == ""
@@ -79,14 +291,6 @@ def test_a_model_without_a_tokenizer_serves_token_ids(tmp_path):
         ):
             with pytest.raises(openai.BadRequestError, match=words):
                 ask(client, **{"prompt": [5], "model": "bare"} | wrong)
-
-
-def test_no_process_outlives_a_server_that_was_killed(folder):
-    server = start_server(folder, **OPTIONS)
-    (core,) = children_of(server._process.pid)
-    server._process.kill()
-    server.close()
-    wait_until(lambda: not Path(f"/proc/{core}").exists())
 
 
 def test_a_taken_port_is_named_before_anything_starts(folder):
@@ -120,19 +324,3 @@ def test_what_only_the_engine_can_know_comes_back_as_the_same_error(folder):
         settings = ServeSettings(folder=str(folder), scheduler="continuous", **OPTIONS | options)
         with pytest.raises(JobError, match=words):
             engine_of_folder(settings)
-
-
-def test_the_command_line_says_what_fits_and_ends_with_its_interrupt(folder):
-    command = [sys.executable, "-m", "phalanx.cli", "serve", str(folder), "--port", "0"]
-    command += ["--max-running", "3", "--max-tokens", "100", "--threads", "1"]
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
-        url = process.stdout.readline().strip()
-        answer = urllib.request.urlopen(f"{url}/v1/models", timeout=10).read()
-        assert b'"max_model_len":100' in answer
-        process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=30)
-    assert "up to 3 requests at once, 100 tokens each" in err and out == ""
-    assert "Traceback" not in err
-    assert process.returncode in (0, 130)

@@ -102,7 +102,7 @@ class EngineClient:
 
     @property
     def ready(self) -> dict[str, Any]:
-        """What the engine said when it was ready; "weight_version" is kept up to date."""
+        """What the engine said when it was ready; versions are kept up to date."""
         return self._supervisor.ready
 
     @property
@@ -310,6 +310,7 @@ class EngineClient:
         elif kind in ("done", "refused"):
             if kind == "done":
                 self.ready["weight_version"] = message["weight_version"]
+                self.ready["adapters"] = message["adapters"]
             self._commands.hear(message)
         if message.get("counters"):
             self.counters = message["counters"]
@@ -320,7 +321,7 @@ class EngineClient:
         """The engine process is gone, and all that it held."""
         self._fail_all(error)
         self.counters = {}
-        self.metrics.new_engine({})
+        self.metrics.new_engine()
 
     async def restore(self) -> None:
         """Bring a new engine process to where the old one was."""

@@ -17,23 +17,24 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
 from typing import Any
 
 import uvicorn
 
+from phalanx.cost.serving import ServeRates
 from phalanx.engines.serve.app import create_app
 from phalanx.engines.serve.client import EngineClient
 from phalanx.engines.serve.settings import ServeSettings, require_servable
 from phalanx.engines.serve.text import Tokeniser
 from phalanx.engines.serve.wire import encode, error_to_json
 from phalanx.errors import JobError, PhalanxError
-from phalanx.units import format_bytes
+from phalanx.units import format_bytes, format_s
 
 DRAIN_S = 20.0
 _PROGRAM_DRAIN_S = 5.0  # when the program that started it ends it
-_DOWN_S = 5.0
+_DOWN_S = 3.0
 _FLUSH_S = 5
 
 
@@ -58,14 +59,32 @@ def listen(settings: ServeSettings) -> socket.socket:
     return sock
 
 
-def sentence(settings: ServeSettings, url: str, ready: dict[str, Any]) -> str:
-    """What a person reads at the start."""
-    return (
+def sentence(settings: ServeSettings, url: str, ready: Mapping[str, Any]) -> str:
+    """What a person reads at the start: what fits, and how fast it should be."""
+    what_fits = (
         f"{settings.model_name} ({ready['dtype']}) listens at {url}: up to {ready['max_running']} "
         f"requests at once, {ready['max_tokens']} tokens each (prompt and output); KV cache of "
         f"{ready['kv_tokens']} tokens, {format_bytes(ready['kv_bytes'])}, holds "
         f"{ready['kv_tokens'] // ready['max_tokens']} requests of full length"
     )
+    return f"{what_fits}; {_forecast(ready)}"
+
+
+def _forecast(ready: Mapping[str, Any]) -> str:
+    """Latencies of requests of middle length, from the rates that the engine measured."""
+    rates = ServeRates.from_dict(ready["rates"])
+    length, num_running = ready["max_tokens"] // 2, ready["max_running"]
+    first_s = rates.prompt_s(length, ready["max_step_tokens"])
+    alone_s, full_s = rates.decode_s(1, length), rates.decode_s(num_running, length)
+    return (
+        f"predicted TTFT {_two_digits(first_s)} for a prompt of {length} tokens, TPOT "
+        f"{_two_digits(alone_s)} alone and {_two_digits(full_s)} at {num_running} requests "
+        "(from steps measured at the start)"
+    )
+
+
+def _two_digits(seconds: float) -> str:
+    return format_s(float(f"{seconds:.2g}"))
 
 
 class _Server(uvicorn.Server):
@@ -98,14 +117,15 @@ class _Server(uvicorn.Server):
 
 async def serve(
     settings: ServeSettings,
-    announce: Callable[[str, str], None],
+    announce: Callable[[str, str, Mapping[str, Any]], object],
     *,
     until_end_of_input: bool = False,
 ) -> None:
     """Listen until a signal ends it.
 
     Args:
-        announce: gets the address and the sentence for people, once requests are answered.
+        announce: gets the address, the sentence for people and what the engine said of itself,
+            once requests are answered.
         until_end_of_input: end with standard input too.
 
     Raises:
@@ -135,7 +155,7 @@ async def serve(
     try:
         while not server.started and not running.done():
             await asyncio.sleep(0.01)
-        announce(url, sentence(settings, url, client.ready))
+        announce(url, sentence(settings, url, client.ready), client.ready)
         await _until_end(server, running, client, until_end_of_input)
     finally:
         await client.close()
@@ -181,8 +201,8 @@ def main() -> int:
     """What `start_server` runs."""
     settings = ServeSettings(**json.loads(sys.stdin.readline()))
 
-    def announce(url: str, text: str) -> None:
-        _tell({"kind": "ready", "url": url, "sentence": text})
+    def announce(url: str, text: str, engine: Mapping[str, Any]) -> None:
+        _tell({"kind": "ready", "url": url, "sentence": text, "engine": engine})
 
     try:
         asyncio.run(serve(settings, announce, until_end_of_input=True))

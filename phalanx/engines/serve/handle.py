@@ -21,7 +21,8 @@ class ServerHandle:
 
     Attributes:
         url: "http://host:port"; the OpenAI interface is below "/v1".
-        sentence: what it can hold, for people.
+        sentence: what it can hold and how fast it should be, for people.
+        engine: the same as numbers: "kv_tokens", "kv_bytes", "max_running", "rates" and others.
     """
 
     def __init__(self, settings: ServeSettings) -> None:
@@ -39,6 +40,7 @@ class ServerHandle:
             raise
         self.url: str = message["url"]
         self.sentence: str = message["sentence"]
+        self.engine: dict[str, Any] = message["engine"]
 
     def _first_words(self) -> dict[str, Any]:
         assert self._process.stdin is not None and self._process.stdout is not None

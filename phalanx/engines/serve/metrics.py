@@ -90,9 +90,9 @@ class ServeMetrics:
         """All metrics in the text format."""
         return generate_latest(self._registry)
 
-    def new_engine(self, counters: Mapping[str, int]) -> None:
-        """Another engine process counts anew, from `counters` on."""
-        self._seen = dict(counters)
+    def new_engine(self) -> None:
+        """The engine process is gone; the next one counts from 0."""
+        self._seen = {}
         self.kv_usage.set(0.0)
 
     def absorb(self, counters: Mapping[str, int], num_running: int, num_open: int) -> None:

@@ -40,7 +40,7 @@ MESSAGES: dict[str, dict[str, type]] = {
     "failed": {"error": dict},
     "step": {"outputs": list, "requests": list, "step_s": float, "counters": dict},
     "rejected": {"request": int, "error": dict},
-    "done": {"number": int, "weight_version": str},
+    "done": {"number": int, "weight_version": str, "adapters": dict},
     "refused": {"number": int, "error": dict},
     "beat": {"counters": dict},
 }
