@@ -144,9 +144,10 @@ void add_values(const float* weights, int64_t width, const bf16* values, int64_t
 template <int kHeads>
 void add_value_heads(const float* weights, int64_t width, const bf16* values, int64_t channels,
                      int64_t low, int64_t high, float* weighted) {
+  constexpr int kVectors = kLanes == 16 ? 4 : 2;  // as many sums as there are registers for
   int64_t c = 0;
-  for (; c + 2 * kLanes <= channels; c += 2 * kLanes)
-    add_values<kHeads, 2>(weights, width, values + c, channels, low, high, weighted + c);
+  for (; c + kVectors * kLanes <= channels; c += kVectors * kLanes)
+    add_values<kHeads, kVectors>(weights, width, values + c, channels, low, high, weighted + c);
   for (; c < channels; c += kLanes)
     add_values<kHeads, 1>(weights, width, values + c, channels, low, high, weighted + c);
 }
@@ -161,39 +162,50 @@ void score(const AttentionPart& part, void* packed, int64_t width, float* scores
   }
 }
 
-// Scores become weights exp(score - peak); peaks and sums per head.
+// Scores [tokens, width] become weights exp(score - peak); peaks and sums per head. Whole rows are
+// computed, the columns that no head has too: vectors without remainders.
+template <bool kCapped>
 void weigh(const AttentionPart& part, int64_t width, float* scores, float* peaks, float* sums) {
+  alignas(64) float peak[kMostRows], sum[kMostRows];
   const int64_t base = part.first / kBlockTokens * kBlockTokens;
-  for (int64_t g = 0; g < part.group; ++g) peaks[g] = -INFINITY, sums[g] = 0.0f;
+  for (int64_t g = 0; g < width; ++g) peak[g] = -INFINITY, sum[g] = 0.0f;
   for (int64_t t = part.first - base; t < part.last - base; ++t) {
     float* row = scores + t * width;
+    for (int64_t from = 0; from < width; from += 16) {
 #pragma omp simd
-    for (int64_t g = 0; g < part.group; ++g) {
-      row[g] *= part.scale;
-      if (part.cap != 0.0f) {
-        const float e = exp_of(-2.0f * row[g] / part.cap);
-        row[g] = part.cap * (1.0f - e) / (1.0f + e);
+      for (int64_t g = from; g < from + 16; ++g) {
+        float value = row[g] * part.scale;
+        if (kCapped) {
+          const float e = exp_of(-2.0f * value / part.cap);
+          value = part.cap * (1.0f - e) / (1.0f + e);
+        }
+        row[g] = value;
+        peak[g] = value > peak[g] ? value : peak[g];
       }
-      peaks[g] = row[g] > peaks[g] ? row[g] : peaks[g];
     }
   }
   for (int64_t t = part.first - base; t < part.last - base; ++t) {
     float* row = scores + t * width;
+    for (int64_t from = 0; from < width; from += 16) {
 #pragma omp simd
-    for (int64_t g = 0; g < part.group; ++g) {
-      row[g] = exp_of(row[g] - peaks[g]);
-      sums[g] += row[g];
+      for (int64_t g = from; g < from + 16; ++g) {
+        row[g] = exp_of(row[g] - peak[g]);
+        sum[g] += row[g];
+      }
     }
   }
+  for (int64_t g = 0; g < part.group; ++g) peaks[g] = peak[g], sums[g] = sum[g];
 }
 
 void attend(const AttentionPart& part, void* packed, float* weighted, float* peaks, float* sums) {
   alignas(64) float scores[(kSplitTokens + kBlockTokens) * kMostRows];
   const int64_t width = columns_of(part.group), channels = part.channels;
-  score(part, packed, width, scores);
-  weigh(part, width, scores, peaks, sums);
-  for (int64_t i = 0; i < part.group * channels; ++i) weighted[i] = 0.0f;
   const int64_t base = part.first / kBlockTokens * kBlockTokens;
+  for (int64_t i = 0; i < (part.last - base + kBlockTokens) * width; ++i) scores[i] = 0.0f;
+  score(part, packed, width, scores);
+  part.cap == 0.0f ? weigh<false>(part, width, scores, peaks, sums)
+                   : weigh<true>(part, width, scores, peaks, sums);
+  for (int64_t i = 0; i < part.group * channels; ++i) weighted[i] = 0.0f;
   for (int64_t t = base; t < part.last; t += kBlockTokens) {
     const bf16* values = part.values + part.blocks[t / kBlockTokens] * part.block_stride;
     const int64_t low = t < part.first ? part.first - t : 0;

@@ -114,6 +114,28 @@ bool goes_before(const Candidate& a, const Candidate& b) {
 
 float capped(float value, float cap) { return cap == 0.0f ? value : cap * std::tanh(value / cap); }
 
+// A head's parts, each (peaks, sums of weights, weighted values) of `group` heads and `step` floats
+// from the one before; `at` is the first one's peak.
+void join(const float* at, int64_t group, int64_t head, int64_t channels, int64_t count,
+          int64_t step, bf16* to) {
+  constexpr int64_t kStrip = 64;
+  float peak = -INFINITY, sum = 0.0f;
+  for (int64_t i = 0; i < count; ++i) peak = std::max(peak, at[i * step]);
+  for (int64_t i = 0; i < count; ++i) sum += at[i * step + group] * std::exp(at[i * step] - peak);
+  const float* values = at - head + 2 * group + head * channels;
+  for (int64_t from = 0; from < channels; from += kStrip) {
+    const int64_t width = std::min(kStrip, channels - from);
+    float strip[kStrip] = {};
+    for (int64_t i = 0; i < count; ++i) {
+      const float by = std::exp(at[i * step] - peak);
+#pragma omp simd
+      for (int64_t c = 0; c < width; ++c) strip[c] += by * values[i * step + from + c];
+    }
+#pragma omp simd
+    for (int64_t c = 0; c < width; ++c) to[from + c] = narrow(strip[c] / sum);
+  }
+}
+
 }  // namespace
 
 extern "C" {
@@ -235,18 +257,7 @@ void phalanx_paged_decode(const bf16* q, const bf16* keys, const bf16* values,
       const int64_t r = task / (kv_heads * group), kv = task / group % kv_heads, g = task % group;
       const float* first = parts + (end[r] * kv_heads + kv) * part_size;
       const int64_t count = end[r + 1] - end[r], step = kv_heads * part_size;
-      float peak = -INFINITY, sum = 0.0f;
-      for (int64_t i = 0; i < count; ++i) peak = std::max(peak, first[i * step + g]);
-      for (int64_t i = 0; i < count; ++i)
-        sum += first[i * step + group + g] * std::exp(first[i * step + g] - peak);
-      bf16* to = out + task * channels;
-      for (int64_t c = 0; c < channels; ++c) {
-        float value = 0.0f;
-        for (int64_t i = 0; i < count; ++i)
-          value += first[i * step + 2 * group + g * channels + c] *
-                   std::exp(first[i * step + g] - peak);
-        to[c] = narrow(value / sum);
-      }
+      join(first + g, group, g, channels, count, step, out + task * channels);
     }
   }
 }
