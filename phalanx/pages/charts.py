@@ -17,10 +17,11 @@ def losses(curves: Curves, theme: Theme) -> Any:
     if curves.held_out:
         steps, losses = zip(*curves.held_out)
         axes.plot(steps, losses, "o-", color=BLUE, lw=2.0, ms=5, label="held-out rows")
-        for at, align in ((0, "left"), (-1, "right")):
+        falls = losses[-1] <= losses[0]
+        for at, align, above in ((0, "left", falls), (-1, "right", not falls)):
             axes.annotate(
-                f"{losses[at]:.3f}", (steps[at], losses[at]), xytext=(0, 7), ha=align,
-                textcoords="offset points", color=theme.ink, fontsize=9,
+                f"{losses[at]:.3f}", (steps[at], losses[at]), xytext=(0, 7 if above else -14),
+                ha=align, textcoords="offset points", color=theme.ink, fontsize=9,
             )  # fmt: skip
     axes.set_xlabel("optimizer step")
     axes.set_ylabel("nats per counted token")
@@ -72,7 +73,7 @@ def memory_stack(memory: MemoryStack, theme: Theme) -> Any:
     unit = shown(sum(memory.terms.values()), "bytes").unit
     scale = {"TiB": 2.0**40, "GiB": 2.0**30, "MiB": 2.0**20, "KiB": 2.0**10, "B": 1.0}[unit]
     left = 0.0
-    terms = sorted(memory.terms.items(), key=lambda term: -term[1])
+    terms = [term for term in _largest_first(memory) if term[1] > 0.0]
     for at, (name, value) in enumerate(terms):
         colour = _TERM_COLOURS[at % len(_TERM_COLOURS)]
         hatch = "" if at < len(_TERM_COLOURS) else "////"
@@ -107,9 +108,12 @@ def memory_stack(memory: MemoryStack, theme: Theme) -> Any:
     return figure
 
 
+def _largest_first(memory: MemoryStack) -> list[tuple[str, float]]:
+    return sorted(memory.terms.items(), key=lambda term: -term[1])
+
+
 def memory_alt(memory: MemoryStack) -> str:
-    terms = sorted(memory.terms.items(), key=lambda term: -term[1])
-    told = ", ".join(f"{name} {shown(value, 'bytes')}" for name, value in terms if value)
+    told = ", ".join(f"{name} {shown(value, 'bytes')}" for name, value in _largest_first(memory))
     total = shown(sum(memory.terms.values()), "bytes")
     return (
         f"Predicted for one process: {total} = {told}. "

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from phalanx.pages import charts
 from phalanx.pages.canvas import Picture, picture
-from phalanx.pages.content import RunPage
-from phalanx.pages.step_chart import step_alt, step_chart
+from phalanx.pages.content import RunPage, Timeline
+from phalanx.pages.step_chart import ranks_note, step_alt, step_chart
 
 _LOSS = "Loss in nats per counted token: every step on training rows, and on rows held out."
 _SPEED = "Tokens per second of every step, all processes together."
@@ -27,6 +27,11 @@ def pictures(page: RunPage) -> list[Picture]:
             picture("memory", alt, caption, lambda theme: charts.memory_stack(memory, theme))
         )
     if timeline is not None and (timeline.simulated or timeline.measured):
-        alt, caption = step_alt(timeline), " ".join((_TIMELINE, *timeline.notes))
+        alt, caption = step_alt(timeline), _caption(timeline)
         made.append(picture("timeline", alt, caption, lambda theme: step_chart(timeline, theme)))
     return made
+
+
+def _caption(timeline: Timeline) -> str:
+    parts = (_TIMELINE, *timeline.notes, ranks_note(timeline))
+    return " ".join(part for part in parts if part)

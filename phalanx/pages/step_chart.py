@@ -65,6 +65,13 @@ def _ranks(trace: Trace) -> list[int]:
     return found[:_MOST_RANKS]
 
 
+def ranks_note(timeline: Timeline) -> str:
+    """How many ranks are drawn, where it is not all of them."""
+    traces = [t for t in (timeline.simulated, timeline.measured) if t is not None]
+    most = max(len(set(trace.columns["rank"].tolist())) for trace in traces)
+    return f"{_MOST_RANKS} of {most} ranks are drawn." if most > _MOST_RANKS else ""
+
+
 def _draw_rank(axes: Any, found: strips.RankStrips, at: float, scale: float, theme: Theme) -> None:
     """Passes as a thin line on top, then operators, then communication."""
     places = {"passes": (0.0, 0.12), "operators": (0.16, 0.52), "communication": (0.72, 0.24)}
