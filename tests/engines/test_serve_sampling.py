@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.drive import drive
-from phalanx.engines.serve.sampling import best_of, choose, score, uniform
+from phalanx.engines.serve.sampling import _from_logits, best_of, choose, score, uniform
 from phalanx.engines.serve.settings import Request, Sampling
 from phalanx.engines.serve.world import EngineWorld
 from phalanx.policies.serve.continuous import Continuous
@@ -151,11 +151,9 @@ def test_a_draw_is_the_definition_on_every_path(logits, temperature, top_p, top_
     )
     want = kept(logits, asked)
     rows = torch.tensor([logits])
-    fast, whole = Head(len(logits)), Head(len(logits))
-    (alone, _), *_ = choose(fast, rows, [Request(0, [1], 1, asked)])
-    scored = replace(asked, num_logprobs=0)
-    (together, _), *_ = choose(whole, rows, [Request(0, [1], 1, scored)])
-    assert alone == together and whole.taken == ("logits",)
+    one = Request(0, [1], 1, asked)
+    ((alone, _),) = choose(Head(len(logits)), rows, [one])
+    assert [alone] == _from_logits(rows, [one])
     assert alone in want
     if top_k or min_p or top_p < 1:  # in falling order; else in that of the vocabulary
         below, draw = 0.0, uniform(seed, 1)
@@ -176,7 +174,8 @@ def test_candidates_are_enough_exactly_where_the_rest_cannot_matter():
         ({"top_k": 65}, ("logits",)),
         ({"top_p": 0.5}, ("logits",)),
         ({}, ("logits",)),
-        ({"top_k": 5, "num_logprobs": 0}, ("logits",)),
+        ({"top_k": 5, "num_logprobs": 0}, ("best", "logits")),
+        ({"top_p": 0.5, "num_logprobs": 0}, ("logits",)),
         ({"temperature": 0.0, "presence_penalty": 0.1}, ("logits",)),
         ({"temperature": 0.0, "min_new": 1}, ("logits",)),
     ):
@@ -238,6 +237,15 @@ def test_rows_of_all_kinds_share_a_batch():
     assert [token for token, _ in together] == [token for token, _ in alone]
     assert together[0][0] == int(logits[0].float().argmax())
     assert [each is None for _, each in together] == [True] * 6 + [False]
+
+
+@pytest.mark.parametrize("options", [{}, {"top_p": 0.5}, {"top_k": 2}, {"presence_penalty": 1.0}])
+def test_a_model_that_gives_no_numbers_ends_no_engine(options):
+    logits = torch.full((1, 70), math.nan)
+    for temperature in (0.0, 1.0):
+        asked = Sampling(max_new=1, temperature=temperature, num_logprobs=1, **options)
+        ((token, _),) = choose(Head(70), logits, [Request(0, [1], 1, asked)])
+        assert 0 <= token < 70
 
 
 # ---- penalties, bias, bans -----------------------------------------------------------------------
@@ -358,7 +366,7 @@ def test_seeded_output_does_not_depend_on_companions_or_preemption(options):
 
 
 @pytest.mark.parametrize("options", [{"top_k": 20}, {"top_k": 50, "top_p": 0.9}, {"min_p": 0.05}])
-def test_a_real_head_gives_the_same_draws_with_and_without_whole_logits(options):
+def test_scores_change_no_draw(options):
     sampling = Sampling(max_new=24, temperature=1.0, seed=5, ignore_eos=True, **options)
     fast = run(make_engine(), [request(0, prompt_of(20), sampling)])
     whole = run(make_engine(), [request(0, prompt_of(20), replace(sampling, num_logprobs=0))])

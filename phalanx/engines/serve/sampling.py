@@ -1,10 +1,11 @@
 """The choice of the next token. Legend: R rows (requests), D model, V vocabulary, N candidates.
 
 Every draw is a function of (seed, position in the request) alone, so neither companions in the
-batch nor a preemption change it, and no generator has to be kept or moved. Nor does it matter
-whether the whole logits exist or only the candidates: candidates are drawn among without the rest
-only where the rest cannot matter (`top_k`, or a `min_p` that the last of them misses). A nucleus
-(`top_p`) alone needs the sum over the whole vocabulary, and with it whole logits.
+batch nor a preemption change it, and no generator has to be kept or moved. How a row is computed
+depends on its own request alone, too: greedy rows and rows whose cut leaves few candidates
+(`top_k`, or a `min_p` that the last candidate misses) never see whole logits. A nucleus (`top_p`)
+alone needs the sum over the whole vocabulary, and with it whole logits; so do penalties, bias and
+bans.
 
 Order of the cuts: temperature, min_p, top_k, top_p. All of them keep a run of the most probable
 tokens, so a cut is a length; equal logits stand in the order of their ids.
@@ -67,54 +68,62 @@ def choose(
         Token and, where `num_logprobs` asks for it, its score under the model's own distribution:
         temperature, penalties and bias change what is chosen, not what is reported.
     """
-    samplings = [each.sampling for each in requests]
     rules = [rules_of(each, model.config.eos_tokens) for each in requests]
-    if any(rules) or not all(map(_needs_no_sum, samplings)):
-        logits_RV = model.logits(hidden_RD).float()
-        tokens = _from_logits(_under_rules(logits_RV, requests, rules), requests)
-        return list(zip(tokens, _scores(logits_RV, samplings, tokens)))
-    if all(each.temperature <= 0 for each in samplings):
-        return [(token, None) for token in model.greedy(hidden_RD)[0].tolist()]
-    return [(token, None) for token in _from_candidates(model, hidden_RD, requests)]
+    few = [r for r, each in enumerate(requests) if rules[r] is None and _is_of_few(each.sampling)]
+    tokens = [-1] * len(requests)
+    for row, token in zip(few, _from_candidates(model, hidden_RD, few, requests)):
+        tokens[row] = token
+    many = [row for row, token in enumerate(tokens) if token < 0]
+    scored = [row for row, each in enumerate(requests) if each.sampling.num_logprobs is not None]
+    whole = sorted({*many, *scored})
+    if not whole:
+        return [(token, None) for token in tokens]
+    logits_RV = model.logits(hidden_RD[whole]).float()
+    place = {row: at for at, row in enumerate(whole)}
+    changed_RV = logits_RV[
+        [place[row] for row in many]
+    ]  # a copy: scores are of what the model gave
+    for logits_V, row in zip(changed_RV, many):
+        if (rule := rules[row]) is not None:
+            rule.apply_(logits_V, requests[row])
+    for row, token in zip(many, _from_logits(changed_RV, [requests[row] for row in many])):
+        tokens[row] = token
+    num_best = max((requests[row].sampling.num_logprobs or 0 for row in scored), default=0)
+    scored_RV = logits_RV[[place[row] for row in scored]]
+    scores = dict(zip(scored, score(scored_RV, [tokens[row] for row in scored], num_best)))
+    return [(token, scores.get(row)) for row, token in enumerate(tokens)]
 
 
-def _needs_no_sum(sampling: Sampling) -> bool:
+def _is_of_few(sampling: Sampling) -> bool:
     """Whether the best candidates may be enough."""
     is_cut = 0 < sampling.top_k <= NUM_CANDIDATES or sampling.min_p > 0
-    return sampling.num_logprobs is None and (sampling.temperature <= 0 or is_cut)
-
-
-def _under_rules(logits_RV: Tensor, requests: Sequence[Request], rules: Sequence) -> Tensor:
-    if not any(rules):
-        return logits_RV
-    changed_RV = logits_RV.clone()
-    for logits_V, request, rule in zip(changed_RV, requests, rules):
-        if rule is not None:
-            rule.apply_(logits_V, request)
-    return changed_RV
+    return sampling.temperature <= 0 or is_cut
 
 
 def _from_candidates(
-    model: VocabularyHead, hidden_RD: Tensor, requests: Sequence[Request]
+    model: VocabularyHead, hidden_RD: Tensor, rows: Sequence[int], requests: Sequence[Request]
 ) -> list[int]:
+    """Tokens of these rows; -1 where the candidates are not enough."""
+    if not rows:
+        return []
+    hidden_rD, asked = hidden_RD[rows], [requests[row] for row in rows]
+    drawn = [at for at, each in enumerate(asked) if each.sampling.temperature > 0]
+    if not drawn:
+        return model.greedy(hidden_rD)[0].tolist()
     num = min(NUM_CANDIDATES, model.config.vocab_size)
-    logits_RN, tokens_RN = model.best(hidden_RD, num)
+    logits_RN, tokens_RN = model.best(hidden_rD, num)
     tokens: list[int] = tokens_RN[:, 0].tolist()
-    drawn = [row for row, each in enumerate(requests) if each.sampling.temperature > 0]
-    draw = _Draw([requests[row] for row in drawn], hidden_RD.device)
-    sums_R1 = torch.full((len(drawn), 1), torch.inf, device=hidden_RD.device)
-    found, closed = draw.among(logits_RN[drawn], tokens_RN[drawn], sums_R1, is_all=False)
-    for row, token in zip(drawn, found):
-        tokens[row] = token
-    open_ = [row for row, is_closed in zip(drawn, closed) if not is_closed]
-    if open_:
-        logits_RV = model.logits(hidden_RD[open_]).float()
-        for row, token in zip(open_, _from_logits(logits_RV, [requests[row] for row in open_])):
-            tokens[row] = token
+    draw = _Draw([asked[at] for at in drawn], hidden_RD.device)
+    unknown_R1 = torch.full((len(drawn), 1), torch.inf, device=hidden_RD.device)
+    found, closed = draw.among(logits_RN[drawn], tokens_RN[drawn], unknown_R1, is_all=False)
+    for at, token, is_closed in zip(drawn, found, closed):
+        tokens[at] = token if is_closed else -1
     return tokens
 
 
 def _from_logits(logits_RV: Tensor, requests: Sequence[Request]) -> list[int]:
+    if not requests:
+        return []
     drawn = [row for row, each in enumerate(requests) if each.sampling.temperature > 0]
     # max finds the place several times faster than argmax on CPU
     is_any_greedy = len(drawn) < len(requests)
@@ -161,15 +170,17 @@ def _draw_cut(logits_RV: Tensor, requests: Sequence[Request]) -> list[int]:
 
 def best_of(logits_RV: Tensor, num: int) -> tuple[Tensor, Tensor]:
     """The largest logits of each row and their tokens [R, N]; equal ones by ascending id."""
-    is_part = num < logits_RV.shape[1]
-    top_RM = logits_RV.topk(num + is_part)
+    if num >= logits_RV.shape[1]:
+        whole = logits_RV.sort(dim=-1, descending=True, stable=True)
+        return whole.values, whole.indices
+    top_RM = logits_RV.topk(num + 1)
     tokens_RN = top_RM.indices[:, :num].clone()
-    if is_part:  # which of several equal ones are inside is decided here, not by topk
-        last_R, next_R = top_RM.values[:, num - 1], top_RM.values[:, num]
-        for row in (last_R == next_R).nonzero().flatten().tolist():
-            ids = (logits_RV[row] >= last_R[row]).nonzero().flatten()
-            order = logits_RV[row][ids].sort(descending=True, stable=True).indices
-            tokens_RN[row] = ids[order[:num]]
+    # which of several equal ones are inside is decided here, not by topk
+    last_R, next_R = top_RM.values[:, num - 1], top_RM.values[:, num]
+    for row in (last_R == next_R).nonzero().flatten().tolist():
+        ids = (logits_RV[row] >= last_R[row]).nonzero().flatten()
+        order = logits_RV[row][ids].sort(descending=True, stable=True).indices
+        tokens_RN[row] = ids[order[:num]]
     tokens_RN = tokens_RN.sort(-1).values
     best = logits_RV.gather(1, tokens_RN).sort(dim=-1, descending=True, stable=True)
     return best.values, tokens_RN.gather(1, best.indices)
@@ -240,20 +251,9 @@ def _invert(weights_RN: Tensor, draws_R1: Tensor) -> list[int]:
     total_R1 = sums_RN[:, -1:]
     below_R1 = torch.nextafter(total_R1, torch.zeros_like(total_R1))
     wanted_R1 = torch.minimum(draws_R1 * total_R1, below_R1)
-    return torch.searchsorted(sums_RN, wanted_R1, right=True).flatten().tolist()
-
-
-def _scores(
-    logits_RV: Tensor, samplings: Sequence[Sampling], tokens: Sequence[int]
-) -> list[TokenScore | None]:
-    scores: list[TokenScore | None] = [None] * len(tokens)
-    asked = [row for row, each in enumerate(samplings) if each.num_logprobs is not None]
-    if asked:
-        num_best = max(samplings[row].num_logprobs or 0 for row in asked)
-        found = score(logits_RV[asked], [tokens[row] for row in asked], num_best)
-        for row, each in zip(asked, found):
-            scores[row] = each
-    return scores
+    places_R1 = torch.searchsorted(sums_RN, wanted_R1, right=True)
+    # beyond the end: a model that gave no numbers
+    return places_R1.clamp_(max=weights_RN.shape[1] - 1).flatten().tolist()
 
 
 @torch.inference_mode()
