@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from phalanx.engines.serve.adapters import BASE, AdapterSlots
 from phalanx.engines.serve.engine import ServeEngine
@@ -306,6 +307,18 @@ def test_an_adapter_of_another_base_or_without_files_is_refused(tmp_path):
         with pytest.raises(JobError, match=words) as caught:
             slots.load("wrong", tmp_path / folder)
         assert caught.value.code == "serve/adapter"
+
+
+def test_quantised_factors_are_refused(tmp_path):
+    config, lora = tiny_config("gemma3"), LoraSpec(rank=4, alpha=1.0, targets=("q_proj",))
+    folder = save_adapter(tmp_path / "int8", config, lora, adapter(config, lora, 1).items())
+    factors = {
+        name: each.to(torch.int8)
+        for name, each in load_file(folder / "adapter_model.safetensors").items()
+    }
+    save_file(factors, folder / "adapter_model.safetensors")
+    with pytest.raises(JobError, match=r"lora_[AB]\.weight = I8: is a dtype"):
+        AdapterSlots(config, 2, 8, torch.float32).load("int8", folder)
 
 
 def test_names_are_checked():

@@ -294,8 +294,8 @@ def test_a_cache_takes_at_most_half_of_what_is_free_and_holds_one_request(free, 
         held = kv_tokens(CONFIG, limits, free_bytes=free)
     except JobError as error:
         assert error.code == "job/bad-value"
-        smallest = sliding_bytes(CONFIG, tokens, limits, "float32")
-        assert smallest + tokens * token_bytes(CONFIG, "float32") > free / 2 or running > 1
+        windows = sliding_bytes(CONFIG, running * tokens, limits, "float32")
+        assert windows + tokens * token_bytes(CONFIG, "float32") > free / 2
         return
     assert tokens <= held <= running * tokens
     taken = held * token_bytes(CONFIG, "float32") + sliding_bytes(CONFIG, held, limits, "float32")

@@ -9,6 +9,7 @@ from typing import Protocol
 from phalanx.errors import JobError, PhalanxError, nearest_names
 from phalanx.models.adapter_folder import AdapterFolder, read_adapter
 from phalanx.models.spec import DecoderConfig, LoraSpec, lora_tensors, unused_names
+from phalanx.models.stored import FLOAT_DTYPES
 
 
 class Shaped(Protocol):
@@ -30,6 +31,10 @@ def read_fitting(config: DecoderConfig, folder: str | Path, max_rank: int) -> Ad
     try:
         adapter = read_adapter(folder)
         require_fit(config, adapter.lora, adapter.weights, max_rank)
+        for name, each in adapter.weights.items():
+            if each.dtype not in FLOAT_DTYPES:
+                rule = "is a dtype that adapters are not read from"
+                raise JobError("serve/adapter", name, each.dtype, rule, legal=FLOAT_DTYPES)
     except PhalanxError as error:
         where = error.where if str(folder) in error.where else f"{folder}: {error.where}"
         raise JobError(
