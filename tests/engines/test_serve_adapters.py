@@ -20,7 +20,7 @@ from phalanx.models.peft_folder import save_adapter
 from phalanx.models.spec import DecoderConfig, LoraSpec, lora_tensors
 from phalanx.policies.serve import BatchPlan
 from phalanx.policies.serve.continuous import Continuous
-from tests.engines.serve_cases import GREEDY, request
+from tests.engines.serve_cases import GREEDY, make_engine, prompt_of, request, write_model
 from tests.engines.test_serve_engine import run
 from tests.models.cases import random_decoder, random_tokens
 from tests.models.families import FAMILIES, tiny_config
@@ -104,6 +104,34 @@ def test_three_adapters_and_the_base_in_one_batch_are_four_merged_models(family,
             torch.testing.assert_close(own, logp.max(-1).values, rtol=1e-5, atol=1e-5)
         first.add(tuple(each.score[0] for each in inbox.outputs[requests[at].id]))
     assert len(first) == 4  # they differ: each adapter does something
+
+
+def test_a_folder_that_peft_wrote_gives_the_tokens_of_peft(tmp_path):
+    """Another implementation of reading, scaling and adding; base and adapter in one batch."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    folder = write_model(tmp_path / "base")
+    base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    asked = LoraConfig(r=3, lora_alpha=20, target_modules=["q_proj", "v_proj", "gate_proj"])
+    model = get_peft_model(base, asked)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".lora_" in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
+    model.save_pretrained(tmp_path / "tone")
+    engine = make_engine(folder)
+    engine.load_adapter("tone", tmp_path / "tone")
+    prompt = prompt_of(37)
+    got = run(engine, {0: [request(0, prompt, adapter="tone"), request(1, prompt)]}).tokens()
+    ids = torch.tensor([prompt])
+    options = {"max_new_tokens": GREEDY.max_new, "do_sample": False, "eos_token_id": None}
+    options |= {"attention_mask": torch.ones_like(ids), "pad_token_id": 0}
+    assert got[0] == model.generate(input_ids=ids, **options)[0, 37:].tolist()
+    with model.disable_adapter():
+        assert got[1] == model.generate(input_ids=ids, **options)[0, 37:].tolist()
+    assert got[0] != got[1]
 
 
 @torch.no_grad()
