@@ -222,6 +222,31 @@ def test_adapters_come_and_go_while_others_run(tmp_path):
     assert engine.adapters.versions == {"one_layer": "one_layer@0"}
 
 
+def test_a_name_can_be_loaded_again_while_its_old_weights_still_answer():
+    config = tiny_config("gemma3")
+    weights, prompt = base_of(config), random_tokens(config, 21, seed=2).tolist()
+    engine, lora = engine_of(config, weights), SPECS["wide"]
+    engine.update_adapter("tone", lora, adapter(config, lora, 11))
+
+    class Reload(Continuous):
+        def on(self, state, events, view):
+            if engine.num_steps == 3 and engine.adapters.versions["tone"] == "tone@0":
+                engine.unload_adapter("tone")
+                engine.update_adapter(
+                    "tone", SPECS["queries"], adapter(config, SPECS["queries"], 12)
+                )
+            return super().on(state, events, view)
+
+    script = {i: [request(i, prompt, adapter="tone")] for i in (0, 5)}
+    inbox = run(engine, script, Reload())
+    assert inbox.tokens() == {
+        0: tokens_of(config, weights, prompt, "wide"),
+        5: tokens_of(config, weights, prompt, "queries"),
+    }
+    told = {i: {each.weight_version for each in inbox.outputs[i]} for i in (0, 5)}
+    assert told == {0: {"tiny@0+tone@0"}, 5: {"tiny@0+tone@1"}}
+
+
 def test_a_slot_that_was_given_back_is_used_again_cleanly():
     """No trace of the adapter before, also when it adapted more; its versions count on."""
     config = tiny_config("qwen3")
