@@ -1,0 +1,43 @@
+"""Lists of clusters as users write them."""
+
+import pytest
+
+from phalanx.errors import JobError
+from phalanx.planner.clusters import asked_clusters, device_rates
+
+
+def test_clusters_are_read_in_their_order_and_a_slice_says_how_many_chips_it_is():
+    found = asked_clusters("2xH100, 16x a100-80g,v5p-8,v6e-8")
+    assert [str(each.cluster) for each in found] == ["2xh100", "16xa100-80g", "4xv5p", "8xv6e"]
+    assert [each.note for each in found] == [
+        *("", ""), "v5p-8 counts TensorCores, 2 to a chip: 4 chips", "",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "separated by commas"),
+        ("2xh100,", "separated by commas"),
+        (",".join(["h100"] * 33), "separated by commas"),
+        ("2xh100,2xH100", "the same as 2xh100"),
+        ("v5p-8,4xv5p", "the same as v5p-8"),
+        ("2xh100,here", "phalanx run"),
+        ("HERE", "phalanx run"),
+        ("v5p-7", "v5p-8"),
+        ("2xv5p-8", "v5p"),
+        ("h100-8", "h100"),
+        ("v5p-0", "at least one"),
+        ("0xh100", "at least one"),
+    ],
+)
+def test_what_is_no_list_of_clusters_is_refused_with_a_way_out(text, says):
+    with pytest.raises(JobError) as raised:
+        asked_clusters(text)
+    assert says in str(raised.value) and "\n" not in str(raised.value)
+
+
+def test_rates_are_the_figures_of_the_machine():
+    (h100,) = asked_clusters("h100")
+    rates = device_rates(h100.cluster.machine, 2.0)
+    assert rates.flops_per_s == 2 * 794.5e12 and rates.network_bytes_per_s == 50e9

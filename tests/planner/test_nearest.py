@@ -1,0 +1,72 @@
+"""What is nearest to a job that does not fit: each fits, and says how to ask for it."""
+
+from dataclasses import replace
+
+import pytest
+
+from phalanx.models.named import named_model
+from phalanx.planner.nearest import nearest_that_fit
+from phalanx.planner.search import answer
+from tests.planner.plan_cases import asked, profile, training
+
+GEMMA = named_model("gemma-4-31b").config
+
+
+@pytest.fixture(scope="module")
+def refused():
+    """All weights of a 31B model on two H100: 16 bytes a weight do not fit 137 GiB."""
+    return answer(training("full", config=GEMMA), asked(2))
+
+
+@pytest.fixture(scope="module")
+def near(refused):
+    return nearest_that_fit(refused)
+
+
+def test_three_are_named_and_each_of_them_fits(refused, near):
+    assert not refused.fits and len(near) == 3
+    for each in near:
+        again = answer(each.answer.training, each.answer.asked)
+        assert again.verdict == "fits"
+        assert again.best.sized.peak_bytes == each.answer.best.sized.peak_bytes
+
+
+def test_other_work_comes_before_more_devices_and_these_before_other_machines(near):
+    adapters, more, other = near
+    assert adapters.flags == "--lora 16" and adapters.answer.asked.cluster == asked(2).cluster
+    assert adapters.answer.training.method == "lora"
+    assert more.answer.asked.cluster.machine.name == "h100" and more.flags == "--on 16xh100"
+    assert other.answer.asked.cluster.machine.name != "h100"
+    assert other.flags == f"--on {other.answer.asked.cluster}"
+
+
+def test_half_the_devices_of_the_nearest_cluster_do_not_fit(near):
+    more = near[1].answer
+    half = asked(more.asked.cluster.num_devices // 2)
+    assert answer(more.training, half).verdict != "fits"
+
+
+def test_the_other_machine_is_the_cheapest_an_hour(near):
+    chosen = near[2].answer.asked.cluster
+    rate = chosen.num_devices * chosen.machine.price.value
+    for name in ("h200", "b200", "mi325x"):
+        for number in (2, 4, 8):
+            found = answer(near[2].answer.training, asked(number, name))
+            price = number * found.asked.cluster.machine.price.value
+            assert found.verdict != "fits" or price >= rate
+
+
+def test_long_documents_are_left_out_where_only_rows_are_too_long():
+    lengths = (20, 30, 40, 50, 3000)
+    job = training(profile=profile(lengths, times=4), batch_tokens=3000)
+    needed = answer(job, asked(1)).smallest
+    limit = needed.peak_bytes - 0.5 * needed.terms["activations"]
+    found = nearest_that_fit(answer(job, asked(1), limit_bytes=limit), limit_bytes=limit)
+    first = found[0]
+    assert first.flags == "--data.max_tokens 1500 --data.too_long drop"
+    assert "4 left out" in first.change and first.answer.training.profile.longest == 50
+
+
+def test_nothing_is_named_where_nothing_fits():
+    job = training("full", config=replace(GEMMA, hidden_size=2**17, intermediate_size=2**18))
+    assert nearest_that_fit(answer(job, asked(1)), limit_bytes=1e6) == []
