@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
-from typing import Any
 
 from phalanx.bench_load import load_test
 from phalanx.data.prepare import Prepared
 from phalanx.engines.serve.handle import start_server
+from phalanx.engines.whole.forecast import Load, forecast_rows
 from phalanx.engines.whole.processes import run_module
 from phalanx.engines.whole.summary import Summary, write_report
-from phalanx.engines.whole.train_job import Asked, make_ready, train_ready, trained
+from phalanx.engines.whole.train_job import Asked, Ready, make_ready, train_ready, trained
 from phalanx.errors import JobError
-from phalanx.report import Report
+from phalanx.job import Job
+from phalanx.planner.elsewhere import elsewhere
+from phalanx.planner.timeline import step_forecast
+from phalanx.report import Report, Row
 
 _EXPORTED = "huggingface"
-_PARITY_ROWS, _PARITY_TOKENS = 4, 128
+# Distance of a prediction from the measurement that `--check` accepts.
+_SERVED_FRAC = {"serving/KV tokens": 0.0, "load/TTFT median": 0.35, "load/TPOT median": 0.25}
+_WHOLE_FRAC = 0.25
+_GATE = "gate: the prediction, made before step 1"
 
 
 @dataclass(frozen=True)
@@ -49,39 +55,53 @@ def run_job(asked: Asked, say: Callable[[str], None], live: bool) -> RunResult:
 
 class _WholeWay:
     def __init__(self, asked: Asked, say: Callable[[str], None], live: bool) -> None:
-        self.job, self.folder = asked.job, asked.folder
-        self.asked, self.say, self.live = asked, say, live
+        self.asked = replace(asked, job=_profiled(asked.job))
+        self.job, self.folder = self.asked.job, asked.folder
+        self.say, self.live = say, live
+        self.start_s = perf_counter()
 
     def go(self) -> RunResult:
         """The stages in order; each writes into the run folder."""
-        start_s = perf_counter()
         if _EXPORTED not in self.job.plan.exports:
             rule = "what is served and compared has to be exported"
             exports = list(self.job.plan.exports)
             raise JobError("job/bad-value", "plan.exports", exports, rule, legal=[_EXPORTED])
-        ready = make_ready(self.asked, self.say)
+        ready = make_ready(self.asked, self.say, self._forecast)
         result = train_ready(ready, self.say, live=self.live)
         parity = self._parity(ready.data)
-        load, sentence = self._serve(ready.data)
+        load, sentence = self._serve(ready)
+        done = trained(ready, result)
+        total_s = perf_counter() - self.start_s
+        predicted = {str(row["quantity"]): row["value"] for row in ready.plan.predictions}
+        done.report.rows.append(_whole_run(total_s, predicted.get("time/whole run")))
         summary = Summary(
-            trained=trained(ready, result),
+            trained=done,
             parity=parity,
             load=load,
             serving=sentence,
-            total_s=perf_counter() - start_s,
+            elsewhere=elsewhere(self.job, ready.data),
+            forecast=step_forecast(ready.plan, ready.source.config, ready.work),
+            total_s=total_s,
         )
         return RunResult(self.folder, write_report(summary))
 
-    def _held_out(self, data: Prepared, count: int) -> list[list[int]]:
-        return [data.held_out[at].tokens.tolist() for at in range(min(count, len(data.held_out)))]
+    def _forecast(self, ready: Ready) -> Sequence[Row]:
+        """Predictions of serving and of the whole run, before the first step."""
+        self.say("calibrating: a server's steps (once per model)")
+        load = Load(self._prompt_lens(ready.data), self.job.serve.load_output_tokens)
+        return forecast_rows(ready, load, perf_counter() - self.start_s)
 
-    def _parity(self, data: Prepared) -> Mapping[str, Any]:
-        self.say("comparing the exported folder with transformers")
-        rows = [row[:_PARITY_TOKENS] for row in self._held_out(data, _PARITY_ROWS)]
-        export = str(self.folder / "export")
-        return run_module("phalanx.engines.whole.parity", [export], json.dumps(rows))
+    def _parity(self, data: Prepared) -> Report:
+        """Trained = served, on questions of held-out rows."""
+        self.say("comparing what was trained with what is served")
+        room = self.job.serve.max_tokens - self.job.serve.load_output_tokens
+        prompts = questions(data, self.job.serve.parity_prompts, room)
+        arguments = [str(self.folder)]
+        table = run_module("phalanx.engines.parity", arguments, json.dumps(prompts))
+        return Report.from_dict(table)
 
-    def _serve(self, data: Prepared) -> tuple[Report | None, str]:
+    def _serve(self, ready: Ready) -> tuple[Report | None, str]:
+        """The exported folder under load."""
         serve = self.job.serve
         if not serve.load_requests:
             return None, ""
@@ -91,20 +111,54 @@ class _WholeWay:
             scheduler=self.job.plan.serve,
             max_running=serve.max_running,
             max_tokens=serve.max_tokens,
+            max_step_tokens=serve.max_step_tokens,
+            max_queued=serve.max_queued,
+            kv_tokens=serve.kv_tokens,
         ) as server:
-            self.say(f"serving on {server.url}: {server.sentence}")
-            load = load_test(
-                server.url,
-                self._prompts(data, serve.load_requests),
-                output_tokens=serve.load_output_tokens,
-            )
-            return load, server.sentence
+            self.say(server.sentence)
+            prompts = self._prompts(ready.data)
+            load = load_test(server.url, prompts, output_tokens=serve.load_output_tokens)
+            load.add("serving/KV tokens", server.engine["kv_tokens"], "1", "measured")
+        predicted = {str(row["quantity"]): row["value"] for row in ready.plan.predictions}
+        load.rows[:] = [_gated(row, predicted) for row in load.rows]
+        return load, server.sentence
 
-    def _prompts(self, data: Prepared, count: int) -> Sequence[Sequence[int]]:
-        """Questions of held-out rows, repeated if there are fewer."""
-        room = self.job.serve.max_tokens - self.job.serve.load_output_tokens
-        prompts = []
-        for at in range(min(count, len(data.held_out))):
-            row = data.held_out[at]
-            prompts.append(row.tokens[: max(1, int(row.counted.argmax()))].tolist()[:room])
-        return [prompts[at % len(prompts)] for at in range(count)]
+    def _prompts(self, data: Prepared) -> list[list[int]]:
+        """Of the load test: questions, repeated if there are fewer."""
+        serve = self.job.serve
+        found = questions(data, serve.load_requests, serve.max_tokens - serve.load_output_tokens)
+        return [found[at % len(found)] for at in range(serve.load_requests)]
+
+    def _prompt_lens(self, data: Prepared) -> list[int]:
+        return (
+            [len(prompt) for prompt in self._prompts(data)] if self.job.serve.load_requests else []
+        )
+
+
+def questions(data: Prepared, count: int, max_tokens: int) -> list[list[int]]:
+    """What stands before the first counted token of held-out rows (of trained ones, where none are
+    held out), cut to `max_tokens`."""
+    source = data.held_out if len(data.held_out) else data.train
+    rows = (source[at] for at in range(min(count, len(source))))
+    return [row.tokens[: max(1, int(row.counted.argmax()))].tolist()[:max_tokens] for row in rows]
+
+
+def _profiled(job: Job) -> Job:
+    """One step's operators are recorded for the report, unless the job says how many."""
+    if "plan.profile_steps" in job.origin:
+        return job
+    return replace(job, plan=replace(job.plan, profile_steps=1))
+
+
+def _gated(row: Row, predicted: Mapping[str, float | None]) -> Row:
+    """A measured row with its prediction as the gate, where one was made."""
+    target = predicted.get(row.quantity)
+    if row.quantity not in _SERVED_FRAC or target is None:
+        return row
+    note = "; ".join(filter(None, (row.note, _GATE)))
+    return replace(row, note=note, target=target, tolerance_frac=_SERVED_FRAC[row.quantity])
+
+
+def _whole_run(total_s: float, predicted: float | None) -> Row:
+    gate = {"target": predicted, "tolerance_frac": _WHOLE_FRAC, "note": _GATE} if predicted else {}
+    return Row(quantity="time/whole run", value=total_s, unit="s", source="measured", **gate)
