@@ -12,8 +12,10 @@ from phalanx.engines.serve.kv import KvLimits, PagedKv, sliding_bytes, token_byt
 from phalanx.engines.serve.model import PackedDecoder
 from phalanx.engines.serve.settings import ServeSettings, require_servable
 from phalanx.errors import JobError
+from phalanx.models.config import parse_config
 from phalanx.models.decoder import Decoder
 from phalanx.models.spec import DecoderConfig, kv_token_bytes
+from phalanx.ops import native
 from phalanx.policies.serve.continuous import Continuous
 from tests.engines.serve_cases import GREEDY, request
 from tests.engines.test_serve_engine import run
@@ -70,6 +72,49 @@ def test_pools_hold_the_layers_that_make_keys(family):
     held = sum(kv.pools[n].keys.nbytes + kv.pools[n].values.nbytes for n in windows)
     assert held == sliding_bytes(config, 288, LIMITS, "float32")
     assert token_bytes(config, "float32") == kv_token_bytes(config, "full")
+
+
+def wide_config(family: str, dtype: str) -> DecoderConfig:
+    """The family's tiny model with heads as compiled attention takes them."""
+    return parse_config(TABLES[family] | {"head_dim": 16}).with_dtype(dtype)
+
+
+@torch.no_grad()
+def forced_logits(model: PackedDecoder, dtype: torch.dtype) -> torch.Tensor:
+    """Logits of given tokens: two prompts, in chunks, then decoded together."""
+    kv = PagedKv(model.config, LIMITS.max_running * LIMITS.max_tokens, LIMITS, dtype=dtype)
+    texts = [random_tokens(model.config, 60, seed=seed) for seed in (1, 2)]
+    hidden = []
+    for counts in ([21, 0], [9, 17], *[[1, 1]] * 25):
+        which = [i for i, count in enumerate(counts) if count]
+        new = [counts[i] for i in which]
+        starts = [kv.length(i) for i in which]
+        kv.extend(which, new)
+        places = [torch.arange(start, start + count) for start, count in zip(starts, new)]
+        tokens_S = torch.cat([texts[i][place] for i, place in zip(which, places)])
+        steps = kv.step(which, new)
+        hidden.append(model.forward(tokens_S, torch.cat(places), steps, kv.pools))
+    return model.logits(torch.cat(hidden)).double()
+
+
+@pytest.mark.skipif(not native.levels(), reason="no C++ compiler here")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_compiled_layers_are_no_further_off_than_plain_ones(family):
+    """bfloat16 with compiled kernels and as plain torch, each against float32 of equal weights."""
+    decoder = random_decoder(wide_config(family, "float32"), seed=3)
+    weights = {name: value.bfloat16() for name, value in decoder.state_dict().items()}
+    models = [PackedDecoder(wide_config(family, dtype)) for dtype in ("bfloat16", "float32")]
+    for model in models:
+        model.update(weights.items())
+    exact = forced_logits(models[1], torch.float32)
+    compiled = forced_logits(models[0], torch.bfloat16)
+    assert models[0].is_compiled
+    with native.plain():
+        plain = forced_logits(models[0], torch.bfloat16)
+    assert not models[0].is_compiled
+    errors = [(found - exact).square().mean().sqrt() for found in (compiled, plain)]
+    assert 0 < errors[0] <= 1.1 * errors[1]
+    assert errors[0] < 0.1 * exact.square().mean().sqrt()
 
 
 def test_experts_are_refused_before_anything_starts(tmp_path):

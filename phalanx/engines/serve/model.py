@@ -72,6 +72,11 @@ class PackedDecoder:
         """The canonical tensors that it is made of."""
         return self.weights.names
 
+    @property
+    def is_compiled(self) -> bool:
+        """Whether the last step was computed with compiled kernels."""
+        return self._work is self._compiled
+
     def update(self, tensors: Iterable[tuple[str, Tensor]], *, strict: bool = True) -> None:
         """Copy whole canonical tensors into place, as `PackedWeights.update`."""
         self.weights.update(tensors, strict=strict)
