@@ -134,10 +134,11 @@ def test_a_folder_that_peft_wrote_gives_the_tokens_of_peft(tmp_path):
     assert got[0] != got[1]
 
 
+@pytest.mark.parametrize("family", ["qwen3", "gemma3", "gemma4"])
 @torch.no_grad()
-def test_bfloat16_rows_are_within_its_rounding_of_the_merged_model():
+def test_bfloat16_rows_are_within_its_rounding_of_the_merged_model(family):
     """Teacher-forced: one forward of adapters beside the base against float32 merged models."""
-    config = tiny_config("gemma3")
+    config = tiny_config(family)
     weights = base_of(config)
     engine = engine_of(config.with_dtype("bfloat16"), weights)
     names = ["", *SPECS]
