@@ -95,7 +95,7 @@ def test_commands_are_answered_by_number_and_in_order(folder, tone):
     engine, settings = tiny_engine(), settings_of(folder)
     messages = [
         command("load_adapter", 1, name="tone", folder=str(tone), version=0),
-        command("load_adapter", 2, name="tone", folder=str(tone), version=0),
+        command("load_adapter", 2, name="tone", folder=str(folder), version=1),
         command("load_adapter", 3, name="tiny", folder=str(tone), version=0),
         add(0, adapter="tone"),
         add(1),
@@ -107,7 +107,7 @@ def test_commands_are_answered_by_number_and_in_order(folder, tone):
         add(3),
         command("wake", 6),
         command("load_adapter", 7, name="tone", folder=str(tone), version=8),
-        command("update", 8, folder=str(tone), version="", adapter="tone"),
+        command("load_adapter", 8, name="tone", folder=str(tone), version=9),
     ]
     said = answers(engine, settings, messages)
     replies = {each["number"]: each for each in said if "number" in each}

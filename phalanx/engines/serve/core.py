@@ -123,14 +123,10 @@ class SocketInbox:
 
     def _carry_out(self, message: Mapping[str, Any]) -> None:
         engine, kind = self._engine, message["kind"]
-        if kind == "update" and message.get("adapter"):
-            engine.adapters.update(message["adapter"], message["folder"])
-        elif kind == "update":
+        if kind == "update":
             self._update(message["folder"], message["version"])
         elif kind == "load_adapter":
-            self._require_other_name(message["name"])
-            version = message.get("version")
-            engine.load_adapter(message["name"], message["folder"], version=version)
+            self._load_adapter(message["name"], message["folder"], message["version"])
         elif kind == "unload_adapter":
             engine.unload_adapter(message["name"])
         elif kind == "sleep":
@@ -146,10 +142,14 @@ class SocketInbox:
         engine.update_weights(read_base(folder, engine.model.config), version)
         self._folder = folder
 
-    def _require_other_name(self, name: str) -> None:
+    def _load_adapter(self, name: str, folder: str, version: int) -> None:
+        """Load an adapter, or give one that is loaded new weights in place."""
         if name == self._name:
             rule = "is the name of the model itself: clients could not ask for the adapter"
             raise JobError("serve/adapter", "adapter", repr(name), rule)
+        adapters = self._engine.adapters
+        fill = adapters.update if name in adapters.versions else adapters.load
+        fill(name, folder, version=version)
 
 
 def _read(message: Mapping[str, Any]) -> Request | Cancel:
