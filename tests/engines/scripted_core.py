@@ -13,6 +13,7 @@ import sys
 import time
 from pathlib import Path
 
+from phalanx.cost.serving import ServeRates
 from phalanx.engines.serve.heartbeat import Heartbeat
 from phalanx.engines.serve.wire import LineSocket, error_to_json
 from phalanx.errors import JobError, PlanError
@@ -20,6 +21,19 @@ from phalanx.errors import JobError, PlanError
 EXIT, GARBAGE, HALF_LINE, STUCK, FORGET, FAIL, BAD_ROW, REJECT, SLOW = range(1, 10)
 NOTHING_WRONG = 50
 COUNTERS = {"steps": 1, "prompt_tokens": 4, "preempted": 1, "free_blocks": 3, "num_blocks": 4}
+
+RATES = ServeRates(layers_s=((1, 0.01),), head_s=((1, 0.01),), kv_token_s=0.0, pair_s=0.0)
+READY = {
+    "kind": "ready",
+    "weight_version": "tiny@0",
+    "dtype": "float32",
+    "vocab_size": 100,
+    "max_running": 16,
+    "max_step_tokens": 512,
+    "kv_tokens": 64,
+    "kv_bytes": 64,
+    "rates": RATES.to_dict(),
+}
 
 
 class Script:
@@ -87,8 +101,7 @@ def main(descriptor: int) -> None:
     heartbeat = Heartbeat(lines)
     if Path(settings["folder"], "broken").exists():
         os._exit(5)
-    ready = {"weight_version": "tiny@0", "vocab_size": 100, "pid": os.getpid()}
-    lines.send(ready | {"kind": "ready"})
+    lines.send(READY | {"pid": os.getpid(), "max_tokens": settings["max_tokens"]})
     heartbeat.watch(lambda: COUNTERS)
     script = Script(lines, connection, settings["folder"])
     while (messages := lines.receive(wait=True)) is not None:

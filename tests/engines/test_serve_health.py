@@ -13,17 +13,20 @@ import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.engines.serve import heartbeat, process, supervisor
 from phalanx.engines.serve.client import EngineClient
+from phalanx.engines.serve.front import serve
 from phalanx.engines.serve.heartbeat import GRACE_S, SILENT_S, TICK_S, Pulse
 from phalanx.engines.serve.settings import Sampling, ServeSettings
 from phalanx.engines.serve.wire import MESSAGES, LineSocket, encode, next_message, read_message
 from phalanx.errors import JobError, PhalanxError, WorldError
 from tests.engines import scripted_core as script
+from tests.engines.serve_clients import write_text_model
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(60)]
 PROMPT = [script.NOTHING_WRONG, 1, 2, 3]
@@ -128,23 +131,6 @@ def test_a_killed_engine_is_noticed_at_once(tmp_path):
     with_client(tmp_path, work)
 
 
-def test_a_stopped_engine_is_unhealthy_within_5_s_and_its_requests_end_within_10(tmp_path):
-    async def work(client: EngineClient) -> None:
-        pid = client.ready["pid"]
-        stream = client.submit([script.FORGET, 1], Sampling(max_new=3))
-        start_s = time.monotonic()
-        os.kill(pid, signal.SIGSTOP)
-        await until(lambda: is_unhealthy(client), 5)
-        with pytest.raises(WorldError, match="seconds without progress = 7"):
-            [each async for each in stream]
-        assert time.monotonic() - start_s < 10
-        await until(lambda: client.state == "ready", 10)
-        assert await tokens_of(client) == [4, 5, 6]
-        assert not Path(f"/proc/{pid}").exists()
-
-    with_client(tmp_path, work)
-
-
 def test_an_engine_that_was_stopped_for_a_moment_goes_on(tmp_path):
     async def work(client: EngineClient) -> None:
         pid = client.ready["pid"]
@@ -157,13 +143,12 @@ def test_an_engine_that_was_stopped_for_a_moment_goes_on(tmp_path):
     with_client(tmp_path, work)
 
 
-@pytest.mark.parametrize("first", [script.STUCK, script.FORGET])
-def test_a_loop_that_stands_still_while_it_beats_is_given_up(tmp_path, monkeypatch, first):
-    monkeypatch.setattr(supervisor, "GRACE_S", 1.0)
+def test_a_scheduler_that_forgets_a_request_is_given_up(tmp_path, monkeypatch):
+    monkeypatch.setattr(supervisor, "GRACE_S", 0.5)
 
     async def work(client: EngineClient) -> None:
         start_s = time.monotonic()
-        stream = client.submit([first, 1], Sampling(max_new=3))
+        stream = client.submit([script.FORGET, 1], Sampling(max_new=3))
         took_s = await until(lambda: is_unhealthy(client), 5)
         assert took_s > 0.8, "a step may take stall_s"
         with pytest.raises(WorldError, match="without progress"):
@@ -302,6 +287,36 @@ def test_a_draining_server_finishes_what_runs_and_takes_nothing_new(tmp_path):
             [each async for each in forgotten]
 
     with_client(tmp_path, work)
+
+
+# ---- the front end -------------------------------------------------------------------------------
+
+
+def test_one_interrupt_lets_requests_end_and_a_second_ends_at_once(tmp_path):
+    folder = write_text_model(tmp_path / "tiny")
+    body = {"model": "tiny", "prompt": [script.SLOW, 99], "max_tokens": 9, "ignore_eos": True}
+
+    async def whole() -> tuple[int, str, float]:
+        started: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        settings = ServeSettings(folder=str(folder), scheduler="continuous", port=0, max_tokens=64)
+        server = asyncio.create_task(serve(settings, lambda *said: started.set_result(said[0])))
+        url = await started
+        async with httpx.AsyncClient(base_url=url, timeout=20) as http:
+            answer = asyncio.create_task(http.post("/v1/completions", json=body))
+            while (await http.get("/load")).json()["server_load"] < 1:
+                await asyncio.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGINT)
+            while (await http.get("/health")).status_code != 503:
+                await asyncio.sleep(0.01)
+            assert not answer.done() and not server.done()
+            os.kill(os.getpid(), signal.SIGINT)
+            start_s = time.monotonic()
+            status, text = (await answer).status_code, answer.result().text
+            await server
+            return status, text, time.monotonic() - start_s
+
+    status, text, took_s = asyncio.run(asyncio.wait_for(whole(), 30))
+    assert status == 503 and "was stopped" in text and took_s < 5
 
 
 # ---- the pulse -----------------------------------------------------------------------------------

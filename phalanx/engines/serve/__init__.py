@@ -6,6 +6,8 @@
 | module                        | decides                                                   |
 |-------------------------------|-----------------------------------------------------------|
 | handle, front, app            | processes and addresses; routes                           |
+| supervisor, process, heartbeat| whether the engine process makes progress; starting anew  |
+| commands, metrics             | what it was told, told again; what monitoring asks for    |
 | protocol, generation, text    | the OpenAI interface; tokens to text                      |
 | client, wire, core            | the two sides of the socket between front end and engine  |
 | world, engine                 | events and actions; one batch plan carried out            |

@@ -32,18 +32,24 @@ class CoreProcess:
 
     @classmethod
     async def start(cls, settings: ServeSettings) -> CoreProcess:
-        """Start a process; "ready" or "failed" is what it says first."""
+        """Start a process; "ready" or "failed" is what it says first.
+
+        Raises:
+            WorldError: `serve/engine` when the machine has no room for a process.
+        """
         ours, theirs = socket.socketpair()
         try:
             process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", _CORE, str(theirs.fileno())),
                 pass_fds=(theirs.fileno(),),
                 stdin=asyncio.subprocess.DEVNULL,
+                stdout=2,  # standard output is the front end's
                 start_new_session=True,  # an interrupt is the front end's; the core sees its end
             )
-        except BaseException:
+        except OSError as error:
             ours.close()
-            raise
+            rule = f"no process can be started: {error.strerror or error}"
+            raise WorldError("serve/engine", "engine", None, rule) from None
         finally:
             theirs.close()
         reader, writer = await asyncio.open_connection(sock=ours, limit=MAX_LINE_BYTES)

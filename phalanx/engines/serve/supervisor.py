@@ -197,6 +197,9 @@ class Supervisor:
                 is_first = False
                 await self._bury(error)
                 await self._start_again()
+        except Exception as error:  # a mistake of ours must not leave requests without an end
+            await self._bury(_engine_error(f"it cannot be looked after: {error!r}"))
+            raise
         finally:
             self.state = "down"
             self.down.set()
