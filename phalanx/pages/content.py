@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -21,6 +22,7 @@ HEADLINE = {
     "load/output tokens per second": "Output tokens per second, all requests",
 }
 _STAGES = "time/"
+_REPEATED = 3  # notes that so many rows share are told once
 WHOLE_RUN = "time/whole run"
 
 
@@ -204,8 +206,9 @@ def parity_sentence(parity: Report | None) -> str:
     """Whether what is served is what was trained."""
     if parity is None:
         return "trained = served: not compared"
-    if told := parity.notes.get("parity"):
-        return str(told)
+    for name in ("parity", "trained = served"):
+        if name in parity.notes:
+            return str(parity.notes[name])
     gated = [row for row in parity.rows if row.passed is not None]
     if not gated:
         return "trained = served: not compared; " + "; ".join(_reasons(parity))
@@ -261,14 +264,30 @@ def short(quantity: str) -> str:
     return quantity.split("/", 1)[-1]
 
 
-def groups(rows: Sequence[Row]) -> list[tuple[str, list[tuple[str, Row]]]]:
+@dataclass(frozen=True)
+class Line:
+    """A row in a table of its section: its name within its group, and what only it has to note."""
+
+    name: str
+    row: Row
+    note: str
+
+
+def groups(rows: Sequence[Row]) -> list[tuple[str, list[Line]]]:
     """Rows by what stands between the first and the last part of their names, in order of first
-    appearance: "parity/merged/tokens" is ("merged", [("tokens", row)]); "": names of two parts."""
-    found: dict[str, list[tuple[str, Row]]] = {}
+    appearance: "parity/merged/tokens" is in "merged"; names of two parts are in "", the first."""
+    common, found = set(shared_notes(rows)), dict[str, list[Line]]({"": []})
     for row in rows:
-        group, _, rest = short(row.quantity).rpartition("/")
-        found.setdefault(group, []).append((rest, row))
-    return list(found.items())
+        group, _, name = short(row.quantity).rpartition("/")
+        note = "; ".join(part for part in row.note.split("; ") if part not in common)
+        found.setdefault(group, []).append(Line(name, row, note))
+    return [(group, lines) for group, lines in found.items() if lines]
+
+
+def shared_notes(rows: Sequence[Row]) -> list[str]:
+    """Parts of notes that several rows repeat: told once, below their table."""
+    counts = Counter(part for row in rows for part in row.note.split("; ") if part)
+    return [part for part, count in counts.items() if count >= _REPEATED]
 
 
 def all_rows(page: RunPage) -> Iterator[Row]:

@@ -19,10 +19,13 @@ from phalanx.pages.content import (
     loss_sentence,
     missed_sentences,
     parity_sentence,
+    shared_notes,
     stages,
     verdict,
 )
+from phalanx.pages.prices import beside_published, machines, remarks
 from phalanx.pages.shown import percent, shown, shown_row, visible
+from phalanx.report import Report
 
 _HERE = Path(__file__).parent
 INSTALL = "pip install 'phalanx-parallel[report]'"
@@ -45,6 +48,7 @@ def render_html(page: RunPage, pictures: Sequence[Picture]) -> str:
         losses=loss_sentence(page.report),
         parity_verdict=parity_sentence(page.parity),
         stages=stages(page.report),
+        prices=_Prices(page.elsewhere) if page.elsewhere is not None else None,
         style=Markup((_HERE / "run.css").read_text(encoding="utf-8")),
         install=INSTALL,
     )
@@ -64,12 +68,21 @@ def _template() -> Template:
         "shown": shown,
         "shown_row": shown_row,
         "groups": groups,
+        "shared_notes": shared_notes,
         "gate": gate_text,
         "visible": visible,
         "percent": percent,
         "inline": _inline,
     }
     return environment.get_template("run.html.j2")
+
+
+class _Prices:
+    """The tables of the section on other machines."""
+
+    def __init__(self, report: Report) -> None:
+        self.title, self.machines = report.title, machines(report)
+        self.published, self.remarks = beside_published(report), remarks(report)
 
 
 def _finalised(value: object) -> object:

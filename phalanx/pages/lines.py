@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from phalanx.pages.content import compared, loss_sentence, missed_sentences, verdict
+from phalanx.pages.prices import price_lines
 from phalanx.pages.shown import visible
 from phalanx.report import Report
 
@@ -29,6 +30,7 @@ def terminal(report: Report) -> list[str]:
     if losses := loss_sentence(report):
         lines.append(losses)
     lines += ["", *_samples(notes.get("samples", ()))]
+    lines += [f"priced elsewhere, {line}" for line in price_lines(report)]
     lines += [f"{name}:  {command}" for name, command in notes.get("commands", ())]
     lines += [f"not run here: {line}" for line in notes.get("not run", ())]
     lines += ["", verdict(report), *(f"missed: {line}" for line in missed_sentences(report))]

@@ -19,6 +19,7 @@ from phalanx.pages.content import (
     verdict,
 )
 from phalanx.pages.html import INSTALL
+from phalanx.pages.prices import beside_published, machines, remarks
 from phalanx.pages.shown import percent, shown, shown_row, visible
 from phalanx.report import Row
 
@@ -97,11 +98,29 @@ def _samples(page: RunPage) -> str:
 
 
 def _elsewhere(page: RunPage) -> str:
-    if page.elsewhere is None:
+    report = page.elsewhere
+    if report is None:
         return ""
-    title = escaped(page.elsewhere.title)
-    lines = ["## What it would cost elsewhere", "", title, "", *_rows(page.elsewhere.rows), ""]
-    return "\n".join(lines)
+    there = machines(report)
+    out = ["## What it would cost elsewhere", "", f"{escaped(report.title)} (formula)", ""]
+    if there.lines:
+        cells = [(escaped(name), *map(str, values)) for name, values in there.lines]
+        header = ("quantity", *map(escaped, there.names))
+        out += [*_table(header, cells, right=range(1, len(header))), ""]
+        out += [*(f"- {escaped(name)}: {escaped(note)}" for name, note in there.notes), ""]
+    if published := beside_published(report):
+        cells = [
+            (
+                escaped(f"{group}: {line.name}" if group else line.name), str(line.formula),
+                str(line.published), line.error, escaped(line.note),
+            )
+            for group, lines in published
+            for line in lines
+        ]  # fmt: skip
+        header = ("quantity", "formula", "published", "error", "note")
+        out += [*_table(header, cells, right=(1, 2, 3)), ""]
+    out += [*(f"- {escaped(name)}: {escaped(text)}" for name, text in remarks(report)), ""]
+    return "\n".join(out)
 
 
 def _stages(page: RunPage) -> str:

@@ -45,11 +45,13 @@ def shown(value: float | None, unit: str, like: Sequence[float] = ()) -> Shown:
     raw = f"{value!r} {unit}" if unit != "1" else repr(value)
     if not isfinite(value):
         return Shown(str(value), unit, raw)
+    if unit == "h":
+        value, unit, like = 3600.0 * value, "s", [3600.0 * each for each in like]
     if unit in _SCALES:
         scale, name = _scale(unit, max([abs(value), *map(abs, like)]))
         return Shown(digits(value / scale), name, raw)
     if unit in _DOLLARS:
-        return Shown(f"{value:,.2f}", "$", raw)
+        return Shown(f"{value:,.2f}" if abs(value) >= 1.0 else f"{value:.3g}", "$", raw)
     if unit in _PER_SECOND:
         return Shown(digits(value), "/s", raw)
     return Shown(digits(value), "" if unit == "1" else unit, raw)

@@ -47,9 +47,12 @@ def parity(value: float | None = 0.0) -> Report:
 def elsewhere() -> Report:
     """Prices of two machines, one of them published."""
     made = Report("This job with Gemma 4 31B")
-    made.add("elsewhere/2x H100/time", 12312.0, "s", "formula", note="1,244 steps")
-    made.add("elsewhere/2x H100/price", 20.52, "USD", "formula")
-    made.add("elsewhere/ratio", 1.61, "1", "published", note="the text says 1.6x")
+    made.add("elsewhere/2xh100/hours", 3.42, "h", "formula", note="FSDP over 2")
+    made.add("elsewhere/2xh100/cost", 20.52, "USD", "formula")
+    made.add("elsewhere/4xv5p/hours", 2.31, "h", "formula")
+    made.add("published recipe/2xh100 over 4xv5p/time", 1.48, "1", "formula")
+    made.add("published recipe/2xh100 over 4xv5p/time", 1.61, "1", "published", note="Table 2")
+    made.notes["contradiction, steps"] = "1,250 in the text, 625 in the script"
     return made
 
 

@@ -8,11 +8,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.pages import strips, terminal
-from phalanx.pages.content import compared, gate_text, parity_sentence, stages, verdict
+from phalanx.pages.content import (
+    compared,
+    gate_text,
+    groups,
+    parity_sentence,
+    shared_notes,
+    stages,
+    verdict,
+)
+from phalanx.pages.prices import beside_published, machines, price_lines
 from phalanx.pages.shown import percent, shown, visible
 from phalanx.report import Report, Row
 from phalanx.trace import merge
-from tests.pages.run_pages import parity, report, step
+from tests.pages.run_pages import elsewhere, parity, report, step
 
 
 @pytest.mark.parametrize(
@@ -170,3 +179,25 @@ def test_runs_follow_each_other():
 
 def test_percentages_have_a_sign_where_they_are_distances():
     assert (percent(-0.0331), percent(0.5, signed=False)) == ("−3.3 %", "50 %")
+
+
+def test_machines_stand_beside_each_other_and_formula_beside_published():
+    there = machines(elsewhere())
+    assert there.names == ["2xh100", "4xv5p"]
+    lines = {name: list(map(str, values)) for name, values in there.lines}
+    assert lines == {"time": ["3.42 h", "2.31 h"], "cost": ["$20.52", ""]}
+    assert there.notes == [("2xh100, time", "FSDP over 2")]
+    ((group, (line,)),) = beside_published(elsewhere())
+    assert (group, line.name, line.error) == ("2xh100 over 4xv5p", "time", "−8.1 %")
+    assert (str(line.formula), str(line.published)) == ("1.48", "1.61")
+    assert price_lines(elsewhere())[0] == "2xh100: time 3.42 h, cost $20.52"
+
+
+def test_notes_that_rows_share_are_told_once():
+    made = Report("r")
+    for at in range(3):
+        made.add(
+            f"parity/form {at}/tokens", 0.0, "1", "measured", note=f"own {at}; fp32, 20 prompts"
+        )
+    assert shared_notes(made.rows) == ["fp32, 20 prompts"]
+    assert [lines[0].note for _, lines in groups(made.rows)] == ["own 0", "own 1", "own 2"]
