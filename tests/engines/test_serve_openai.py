@@ -272,6 +272,18 @@ def test_echo_and_scores_of_prompts_and_outputs(folder, tokeniser):
     assert own == {"logprob": -0.5 - b / 1000, "rank": 1, "decoded_token": "b"}
 
 
+def test_offsets_are_places_in_the_text(folder, tokeniser):
+    served = Served(folder, lambda _: tokeniser.encode("cd", add_special=False))
+    for skip, text, offsets in (
+        (True, "abcd", [0, 0, 1, 2, 3, 4]),
+        (False, "<bos>abcd", [0, 5, 6, 7, 8, 9]),
+    ):
+        choice = complete(
+            served, prompt="ab", echo=True, logprobs=0, skip_special_tokens=skip
+        ).choices[0]
+        assert choice.text == text and choice.logprobs.text_offset == offsets
+
+
 def test_special_tokens_are_shown_and_added_as_asked(folder, tokeniser):
     served = Served(folder, lambda _: [BOS])
     assert complete(served).choices[0].text == ""
@@ -325,7 +337,11 @@ def test_refusals_are_the_clients_own_exceptions(folder, options, kind, words):
 def test_a_full_queue_is_429_and_a_dead_engine_503_with_a_time_to_try_again(folder):
     async def many(client):
         calls = [client.completions.create(model="tiny", prompt="a", n=2) for _ in range(3)]
-        return await asyncio.gather(*calls, return_exceptions=True)
+        tasks = [asyncio.ensure_future(call) for call in calls]
+        served.engine.holds = True
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        served.engine.holds = False
+        return await asyncio.gather(*tasks, return_exceptions=True)
 
     served = Served(folder, lambda _: [5], max_running=1, max_queued=3, max_step_tokens=1)
     answers = asyncio.run(served.use(many))

@@ -147,9 +147,10 @@ class CompletionForm(_OpenAIForm):
             return None
         spelt = [self._tokeniser.spell(token) for token in piece.tokens]
         offsets, at = [], self._offsets.get(choice.index, 0)
-        for text in spelt:
+        for token, text in zip(piece.tokens, spelt):
             offsets.append(at)
-            at += len(text)
+            is_left_out = self._asked.skip_special and self._tokeniser.is_special(token)
+            at += 0 if is_left_out else len(text)
         self._offsets[choice.index] = at
         return {
             "tokens": spelt,

@@ -26,6 +26,8 @@ class Tokeniser:
             self._tokenizer.encode("a", add_special_tokens=False).ids[-1:] if path.is_file() else []
         )
         self.spell = lru_cache(maxsize=1 << 16)(self._spell)
+        added = self._tokenizer.get_added_tokens_decoder() if self._tokenizer else {}
+        self._special = frozenset(token for token, each in added.items() if each.special)
 
     @property
     def has_text(self) -> bool:
@@ -53,6 +55,10 @@ class Tokeniser:
         if self._tokenizer is None:
             return ""
         return self._tokenizer.decode(list(tokens), skip_special_tokens=skip_special)
+
+    def is_special(self, token: int) -> bool:
+        """Whether it is left out where special tokens are."""
+        return token in self._special
 
     def piece(self, token: int) -> str:
         """The token as its vocabulary writes it."""
