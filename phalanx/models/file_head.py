@@ -78,6 +78,8 @@ class _Head:
                 at = end
         except struct.error:
             raise self.damaged("ends before its keys do") from None
+        if at > len(content):
+            raise self.damaged("ends before its keys do")
         self.at = at
         return found
 
