@@ -30,8 +30,9 @@ def terminal(report: Report) -> list[str]:
     if losses := loss_sentence(report):
         lines.append(losses)
     lines += ["", *_samples(notes.get("samples", ()))]
-    lines += [f"priced elsewhere, {line}" for line in price_lines(report)]
-    lines += [f"{name}:  {command}" for name, command in notes.get("commands", ())]
+    lines += [f"{notes.get('elsewhere', 'elsewhere')}: {line}" for line in price_lines(report)]
+    for name, command in notes.get("commands", ()):
+        lines += _command(name, command)
     lines += [f"not run here: {line}" for line in notes.get("not run", ())]
     lines += ["", verdict(report), *(f"missed: {line}" for line in missed_sentences(report))]
     return lines
@@ -57,6 +58,12 @@ def _samples(samples: Iterable[dict[str, str]]) -> list[str]:
         lines.append(f"before: {_one_line(sample['before'])}")
         lines += [f"after:  {_one_line(sample['after'])}", ""]
     return lines
+
+
+def _command(name: str, command: str) -> list[str]:
+    """A command after its name; of several lines, the others stand below the first."""
+    first, *rest = command.splitlines()
+    return [f"{name}: {first}", *(f"{'':{len(name) + 2}}{line}" for line in rest)]
 
 
 def _one_line(text: str) -> str:

@@ -61,12 +61,13 @@ def machines(report: Report) -> Machines:
 
 
 def price_lines(report: Report) -> list[str]:
-    """A line per machine, for the terminal."""
+    """Time, price and memory, a line per machine, for the terminal."""
     there = machines(report)
-    return [
-        f"{name}: " + ", ".join(f"{quantity} {values[at]}" for quantity, values in there.lines)
-        for at, name in enumerate(there.names)
-    ]
+    lines = []
+    for at, name in enumerate(there.names):
+        told = [f"{quantity} {values[at]}" for quantity, values in there.lines if values[at].text]
+        lines.append(f"{name}: {', '.join(told)}")
+    return lines
 
 
 def beside_published(report: Report) -> list[tuple[str, list[Beside]]]:

@@ -82,7 +82,6 @@ def forecast(num_ranks: int = 2) -> StepForecast:
 def load() -> Report:
     made = Report("Load test")
     made.add("load/TTFT median", 0.028, "s", "measured")
-    made.add("serving/KV tokens", 2048.0, "1", "measured")
     return made
 
 
@@ -137,16 +136,17 @@ def test_a_run_that_was_stopped_offers_nothing_to_serve(tmp_path, without_pictur
     assert "No server was started" in text_of(tmp_path)
 
 
-def test_kv_tokens_have_to_be_as_many_as_predicted(tmp_path, without_pictures):
+def test_gates_of_all_parts_count(tmp_path, without_pictures):
     ready = trained(tmp_path)
-    ready.report.add("serving/KV tokens", 2048.0, "1", "formula")
-    assert not write_report(summary(tmp_path, trained=ready)).missed
-    ready.report.rows[-1] = type(ready.report.rows[-1])(
-        quantity="serving/KV tokens", value=4096.0, unit="1", source="formula"
-    )
-    (missed,) = write_report(summary(tmp_path, trained=ready)).missed
-    assert missed.quantity == "serving/KV tokens" and missed.value == 2048.0
-    assert "KV cache, tokens: 2,048; asked = 4,096" in text_of(tmp_path)
+    ready.report.add("serving/KV tokens", 4096.0, "1", "formula")
+    tested = load()
+    tested.add("serving/KV tokens", 2048.0, "1", "measured", target=4096.0)
+    report = write_report(summary(tmp_path, trained=ready, load=tested, parity=parity(2.0)))
+    assert [row.quantity for row in report.missed] == [
+        "serving/KV tokens", "parity/merged/tokens that differ",
+    ]  # fmt: skip
+    text = text_of(tmp_path)
+    assert "KV cache, tokens: 2,048; asked = 4,096" in text and "trained ≠ served" in text.lower()
 
 
 @pytest.mark.parametrize("num_ranks", [1, 8])

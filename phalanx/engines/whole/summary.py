@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from statistics import mean, median
 from typing import Any
@@ -23,10 +23,8 @@ from phalanx.planner.timeline import StepForecast
 from phalanx.report import Report, Row
 from phalanx.trace import Trace
 
-# Distances that gates allow: of a time from its prediction, and of counts that are exact.
+# Distance of a time from its prediction that a gate allows.
 _TIME_FRAC = 0.15
-_EXACT = ("serving/KV tokens",)
-_LOGIT_TOLERANCE = 1e-3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +42,7 @@ class Summary:
     """
 
     trained: Trained
-    parity: Report | Mapping[str, Any] | None
+    parity: Report | None
     load: Report | None
     serving: str
     total_s: float
@@ -67,12 +65,12 @@ def write_report(summary: Summary) -> Report:
 
 
 def _page(summary: Summary, measured: Trace, facts: Mapping[str, str]) -> RunPage:
-    trained, parity = summary.trained, _parity(summary.parity)
+    trained = summary.trained
     page = RunPage(
         title=trained.job.name,
-        report=_report(summary, parity),
+        report=_report(summary),
         facts=_facts(summary, facts),
-        parity=parity,
+        parity=summary.parity,
         elsewhere=summary.elsewhere,
         curves=_curves(summary),
         memory=_memory(summary),
@@ -80,14 +78,15 @@ def _page(summary: Summary, measured: Trace, facts: Mapping[str, str]) -> RunPag
         serving=summary.serving,
         samples=trained.result.samples,
         commands=_commands(trained),
-        not_run=_not_run(summary, parity),
+        not_run=_not_run(summary),
         environment=facts,
     )
     page.report.notes |= {
         "date": facts["date"],
-        "parity": parity_sentence(parity),
+        "parity": parity_sentence(summary.parity),
         "serving": summary.serving,
         "samples": list(page.samples),
+        "elsewhere": summary.elsewhere.title if summary.elsewhere is not None else "",
         "commands": [list(each) for each in page.commands],
         "not run": list(page.not_run),
     }
@@ -97,14 +96,13 @@ def _page(summary: Summary, measured: Trace, facts: Mapping[str, str]) -> RunPag
 # ---- rows ----------------------------------------------------------------------------------------
 
 
-def _report(summary: Summary, parity: Report | None) -> Report:
+def _report(summary: Summary) -> Report:
     of_training = summary.trained.report
     report = replace(of_training, rows=list(of_training.rows), notes=dict(of_training.notes))
     _total_row(report, summary.trained)
     if summary.forecast is not None:
         _forecast_rows(report, summary.forecast)
-    report.rows += _gated(summary.load, report.rows)
-    for more in (parity, summary.elsewhere):
+    for more in (summary.load, summary.parity, summary.elsewhere):
         report.rows += more.rows if more is not None else []
     if not any((r.quantity, r.source) == (WHOLE_RUN, "measured") for r in report.rows):
         report.add(WHOLE_RUN, summary.total_s, "s", "measured")
@@ -128,32 +126,6 @@ def _forecast_rows(report: Report, forecast: StepForecast) -> None:
     report.add("training/step time", forecast.trace.end_s, "s", "simulated", note=note)
     for row in forecast.prediction.rows()[2:]:  # the totals stand there already
         report.rows.append(Row(**row))
-
-
-def _gated(load: Report | None, predicted: list[Row]) -> list[Row]:
-    """Rows of the load test; what can be counted beforehand has to be as counted."""
-    said = {row.quantity: row.value for row in predicted if row.source in ("formula", "simulated")}
-    return [
-        replace(row, target=said[row.quantity])
-        if row.quantity in _EXACT and row.target is None and said.get(row.quantity) is not None
-        else row
-        for row in (load.rows if load is not None else [])
-    ]
-
-
-def _parity(parity: Report | Mapping[str, Any] | None) -> Report | None:
-    """The comparison as a report, also where only the exported folder's logits were compared."""
-    if parity is None or isinstance(parity, Report):
-        return parity
-    report, name = Report("exported folder and transformers"), "parity/largest logit difference"
-    if "skipped" in parity:
-        report.add(name, None, "1", "measured", note=str(parity["skipped"]))
-        return report
-    note = f"fp32, transformers {parity['transformers']}, {parity['num_positions']} positions"
-    limit = {"target": 0.0, "tolerance": _LOGIT_TOLERANCE}
-    report.add(name, parity["max_abs_diff"], "1", "measured", note=note, **limit)
-    report.add("parity/top-1 agreement", parity["top1_agreement"], "1", "measured", note=note)
-    return report
 
 
 # ---- what the pages show -------------------------------------------------------------------------
@@ -271,14 +243,12 @@ def _commands(trained: Trained) -> list[tuple[str, str]]:
     return commands
 
 
-def _not_run(summary: Summary, parity: Report | None) -> list[str]:
+def _not_run(summary: Summary) -> list[str]:
     """What a reader might think had happened here, and did not."""
-    ran = (
-        {row.quantity.lower() for row in parity.rows if row.value is not None} if parity else set()
-    )
+    rows = summary.parity.rows if summary.parity is not None else []
+    compared = " ".join(row.quantity.lower() for row in rows if row.value is not None)
     lines = []
-    others = [name for name in ("vLLM", "llama.cpp") if not _mentions(ran, name)]
-    if others:
+    if others := [name for name in ("vLLM", "llama.cpp") if name.lower() not in compared]:
         lines.append(f"{' and '.join(others)}: the commands above were not tried here.")
     if summary.trained.plan.program("train").device == "cpu":
         lines.append("Nothing ran on a GPU.")
@@ -287,15 +257,5 @@ def _not_run(summary: Summary, parity: Report | None) -> list[str]:
         lines.append("No server was started: serve.load_requests is 0.")
     if summary.elsewhere is not None:
         lines.append("The machines under “What it would cost elsewhere” were priced, not used.")
-    lines += _skipped(parity)
-    return lines
-
-
-def _mentions(quantities: set[str], name: str) -> bool:
-    return any(name.lower() in quantity for quantity in quantities)
-
-
-def _skipped(parity: Report | None) -> Iterator[str]:
-    for row in parity.rows if parity is not None else ():
-        if row.value is None:
-            yield f"{row.quantity}: {row.note or 'no reason given'}."
+    left_out = [row for row in rows if row.value is None]
+    return lines + [f"{row.quantity}: {row.note or 'no reason given'}." for row in left_out]
