@@ -37,8 +37,8 @@ MATRIX_OF = {
     "gate_proj": "gate_up",
     "up_proj": "gate_up",
     "down_proj": "down",
-    "per_layer_input_gate": "per_layer_gate",
-    "per_layer_projection": "per_layer_projection",
+    "per_layer_input_gate": "per_layer.gate",
+    "per_layer_projection": "per_layer.projection",
 }
 BASE = -1  # the slot of rows without an adapter
 

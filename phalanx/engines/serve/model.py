@@ -11,6 +11,7 @@ P channels of a per-layer embedding.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from operator import attrgetter
 from typing import Protocol
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from phalanx.engines.serve.kv import KindStep, KvPool
 from phalanx.engines.serve.layer_work import CompiledWork, PlainWork
-from phalanx.engines.serve.packed import PackedLayer, PackedWeights
+from phalanx.engines.serve.packed import PackedWeights
 from phalanx.models.decoder_layers import Rope, kind_rope
 from phalanx.models.spec import DecoderConfig
 from phalanx.ops import vocabulary_head
@@ -30,7 +31,11 @@ class LayerAdapters(Protocol):
     """Adapters of the rows of one step."""
 
     def add_(self, out_SF: Tensor, x_SD: Tensor, layer: int, matrix: str) -> None:
-        """Add to the product `out_SF` of a layer's "qkv", "out", "gate_up" or "down" with x."""
+        """Add to the product `out_SF` of a layer's matrix with x.
+
+        Args:
+            matrix: "qkv", "out", "gate_up", "down", "per_layer.gate" or "per_layer.projection".
+        """
         ...
 
 
@@ -126,7 +131,7 @@ class PackedDecoder:
                 x_SD, self._feed(at, normed_SD), layer.after_mlp, before
             )
             if per_layer_SLP is not None:
-                x_SD = x_SD + self._of_this_layer(layer, x_SD, per_layer_SLP[:, at])
+                x_SD = x_SD + self._of_this_layer(at, x_SD, per_layer_SLP[:, at])
             if layer.scalar is not None:
                 x_SD = x_SD * layer.scalar
             if per_layer_SLP is not None or layer.scalar is not None:
@@ -155,7 +160,7 @@ class PackedDecoder:
 
     def _product(self, x_SD: Tensor, at: int, matrix: str) -> Tensor:
         """x W^T of a layer's matrix, and what adapters add."""
-        out_SF = self._work.product(x_SD, getattr(self.weights.layers[at], matrix))
+        out_SF = self._work.product(x_SD, attrgetter(matrix)(self.weights.layers[at]))
         if self._adapters is not None:
             self._adapters.add_(out_SF, x_SD, at, matrix)
         return out_SF
@@ -171,11 +176,12 @@ class PackedDecoder:
         projected_SLP = self._work.normed(projected_SC.unflatten(-1, shape), norm_P)
         return (projected_SLP + own_SC.unflatten(-1, shape)) * 2.0**-0.5
 
-    def _of_this_layer(self, layer: PackedLayer, x_SD: Tensor, per_layer_SP: Tensor) -> Tensor:
-        assert layer.per_layer is not None
-        work = self._work
-        gated_SP = work.gated_by(work.product(x_SD, layer.per_layer.gate), per_layer_SP)
-        return work.normed(work.product(gated_SP, layer.per_layer.projection), layer.per_layer.norm)
+    def _of_this_layer(self, at: int, x_SD: Tensor, per_layer_SP: Tensor) -> Tensor:
+        own = self.weights.layers[at].per_layer
+        assert own is not None
+        gate_SP = self._product(x_SD, at, "per_layer.gate")
+        gated_SP = self._work.gated_by(gate_SP, per_layer_SP)
+        return self._work.normed(self._product(gated_SP, at, "per_layer.projection"), own.norm)
 
     def _attend(self, at: int, x_SD: Tensor, rope: Rope, step: KindStep, pool: KvPool) -> Tensor:
         layer, kind, place = self.weights.layers[at], pool.kind, self._place_in_pool[at]
