@@ -8,7 +8,8 @@ from pathlib import Path
 import torch
 
 from phalanx.engines.serve.engine import ServeEngine
-from phalanx.engines.serve.kv import KvLimits, PagedKv
+from phalanx.engines.serve.kv import PagedKv
+from phalanx.engines.serve.kv_room import KvLimits
 from phalanx.engines.serve.model import PackedDecoder
 from phalanx.engines.serve.settings import Request, Sampling
 from phalanx.engines.serve.step import Output, StepResult

@@ -10,7 +10,8 @@ from safetensors.torch import load_file, save_file
 
 from phalanx.engines.serve.adapters import BASE, AdapterSlots
 from phalanx.engines.serve.engine import ServeEngine
-from phalanx.engines.serve.kv import KvLimits, PagedKv
+from phalanx.engines.serve.kv import PagedKv
+from phalanx.engines.serve.kv_room import KvLimits
 from phalanx.engines.serve.model import PackedDecoder
 from phalanx.engines.serve.world import Cancel
 from phalanx.errors import JobError, PlanError

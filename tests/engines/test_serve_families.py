@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from phalanx.engines.serve.engine import ServeEngine
-from phalanx.engines.serve.kv import KvLimits, PagedKv, sliding_bytes, token_bytes
+from phalanx.engines.serve.kv import PagedKv
+from phalanx.engines.serve.kv_room import KvLimits, sliding_bytes, token_bytes
 from phalanx.engines.serve.model import PackedDecoder
 from phalanx.engines.serve.settings import ServeSettings, require_servable
 from phalanx.errors import JobError

@@ -10,13 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.engines.serve.blocks import BLOCK_TOKENS, BlockTables, num_blocks_of
-from phalanx.engines.serve.kv import (
-    KvLimits,
-    PagedKv,
-    num_sliding_blocks,
-    sliding_bytes,
-    token_bytes,
-)
+from phalanx.engines.serve.kv import PagedKv
+from phalanx.engines.serve.kv_room import KvLimits, num_sliding_blocks, sliding_bytes, token_bytes
 from phalanx.errors import JobError, PlanError
 from phalanx.models.cache import KvCache
 from tests.engines.serve_cases import CONFIG

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from phalanx.engines.serve.adapters import BASE, AdapterSlots
 from phalanx.engines.serve.blocks import BLOCK_TOKENS
-from phalanx.engines.serve.kv import KvLimits, PagedKv
+from phalanx.engines.serve.kv import PagedKv
+from phalanx.engines.serve.kv_room import KvLimits
 from phalanx.engines.serve.model import PackedDecoder
 from phalanx.engines.serve.sampling import choose, score
 from phalanx.engines.serve.settings import Request

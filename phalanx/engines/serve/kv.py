@@ -15,17 +15,9 @@ import torch
 from torch import Tensor
 
 from phalanx.engines.serve.blocks import BLOCK_TOKENS, BlockTables, num_blocks_of
+from phalanx.engines.serve.kv_room import KvLimits, num_sliding_blocks, require_one_request
 from phalanx.errors import JobError
-from phalanx.models.spec import AttentionKind, DecoderConfig, kv_token_bytes
-
-
-@dataclass(frozen=True, kw_only=True)
-class KvLimits:
-    """What the cache is made for: longest request, requests at once, tokens of one step."""
-
-    max_tokens: int
-    max_running: int
-    max_step_tokens: int
+from phalanx.models.spec import AttentionKind, DecoderConfig
 
 
 @dataclass(frozen=True)
@@ -151,11 +143,7 @@ class PagedKv:
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
     ) -> None:
-        if num_tokens < limits.max_tokens:
-            rule = "the KV cache must hold the longest request"
-            raise JobError(
-                "job/bad-value", "serve.kv_tokens", num_tokens, rule, legal=[limits.max_tokens]
-            )
+        require_one_request(num_tokens, limits.max_tokens)
         self.device, self.num_blocks = device, num_blocks_of(num_tokens)
         rows, longest = limits.max_running, limits.max_tokens
         self._lengths: dict[int, int] = {}
@@ -269,29 +257,3 @@ class PagedKv:
 
     def _put(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self.device, non_blocking=True)
-
-
-def num_sliding_blocks(window: int, num_blocks: int, limits: KvLimits) -> int:
-    """Blocks that the windows of all running requests and the tokens of one step can need.
-
-    A request holds the window - 1 tokens before its new ones; both ends may lie inside a block.
-    """
-    per_request = num_blocks_of(window - 1) + 2
-    most = limits.max_running * per_request + num_blocks_of(limits.max_step_tokens)
-    return min(num_blocks, most)
-
-
-def token_bytes(config: DecoderConfig, kv_dtype: str) -> int:
-    """Bytes that one more token takes in the layers that keep every token: 2 L K C itemsize."""
-    kinds = (kind for kind in config.kinds if kind.window is None)
-    return sum(kv_token_bytes(config, kind.name, kv_dtype) for kind in kinds)
-
-
-def sliding_bytes(config: DecoderConfig, num_tokens: int, limits: KvLimits, kv_dtype: str) -> int:
-    """Bytes of the sliding pools beside a full pool of `num_tokens`."""
-    total = 0
-    for kind in config.kinds:
-        if kind.window is not None:
-            blocks = num_sliding_blocks(kind.window, num_blocks_of(num_tokens), limits)
-            total += blocks * BLOCK_TOKENS * kv_token_bytes(config, kind.name, kv_dtype)
-    return total
