@@ -22,13 +22,17 @@ from pathlib import Path
 
 import openai
 import pytest
+import torch
 
 from phalanx.cost.serving import ServeRates
 from phalanx.engines.serve import ServerHandle, front, start_server
 from phalanx.engines.serve.settings import ServeSettings
 from phalanx.engines.serve.start import make_engine as engine_of_folder
+from phalanx.engines.serve.wire import encode, read_message
 from phalanx.errors import JobError, PlanError
-from tests.engines.serve_cases import prompt_of, write_model
+from phalanx.models.peft_folder import save_adapter
+from phalanx.models.spec import LoraSpec, lora_tensors
+from tests.engines.serve_cases import CONFIG, prompt_of, write_model
 from tests.engines.serve_clients import OPTIONS, ask, expected, wait_until, write_text_model
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
@@ -67,11 +71,24 @@ def policies(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def adapter(tmp_path_factory) -> Path:
+    """A PEFT folder whose factors change what the tiny model says."""
+    lora = LoraSpec(rank=3, alpha=24.0, targets=("*",))
+    generator = torch.Generator().manual_seed(7)
+    tensors = {
+        name: torch.randn(spec.shape, generator=generator) * 0.3
+        for name, spec in lora_tensors(CONFIG, lora).items()
+    }
+    path = tmp_path_factory.mktemp("adapter") / "polite"
+    return Path(save_adapter(path, CONFIG, lora, tensors.items()))
+
+
+@pytest.fixture(scope="module")
 def server(folder, policies) -> Iterator[ServerHandle]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(policies))
         settings = ServeSettings(
-            folder=str(folder), scheduler="blocking", port=0, stall_s=2.0, restarts=1, **OPTIONS
+            folder=str(folder), scheduler="blocking", port=0, stall_s=2.0, admin=True, **OPTIONS
         )
         with ServerHandle(settings) as handle:
             yield handle
@@ -99,9 +116,17 @@ def metric(server: ServerHandle, name: str) -> float:
     return float(next(line.split()[1] for line in lines if line.startswith(f"phalanx_{name} ")))
 
 
-def answer_of(server: ServerHandle) -> list[int]:
+def answer_of(server: ServerHandle, model: str = "tiny") -> tuple[list[int], str]:
+    """Tokens and the version of the weights."""
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
-    return ask(client, prompt_of(9)).choices[0].token_ids
+    answer = ask(client, prompt_of(9), model=model)
+    return answer.choices[0].token_ids, answer.system_fingerprint
+
+
+def post(server: ServerHandle, path: str, **body: str) -> dict:
+    query = urllib.request.Request(f"{server.url}{path}", json.dumps(body).encode())
+    with urllib.request.urlopen(query, timeout=30) as answer:
+        return json.load(answer)
 
 
 async def fates_under(server: ServerHandle, harm, prompts, seconds: float) -> list[object]:
@@ -147,10 +172,12 @@ def require_ended_by_the_engine(fates: list[object]) -> None:
             assert fate.status_code == 503 and fate.response.headers["retry-after"]
 
 
-def require_recovery(server: ServerHandle, core: int, answer: list[int], restarts: float) -> None:
+def require_recovery(
+    server: ServerHandle, core: int, answer: tuple[list[int], str], restarts: float
+) -> None:
     wait_until(lambda: not refusal_of(f"{server.url}/health"))
     assert core_of(server) != core
-    assert answer_of(server) == answer == expected(prompt_of(9), 12)
+    assert answer_of(server) == answer
     assert metric(server, "engine_restarts_total") == restarts + 1
     assert metric(server, "engine_up") == 1
 
@@ -160,6 +187,7 @@ def require_recovery(server: ServerHandle, core: int, answer: list[int], restart
 
 def test_an_engine_killed_under_load_fails_at_once_and_another_answers_the_same(server):
     answer, core = answer_of(server), core_of(server)
+    assert answer == (expected(prompt_of(9), 12), "tiny@0")
     restarts = metric(server, "engine_restarts_total")
     prompts = [prompt_of(length) for length in (20, 21, 22, 23, 24)]
     harm_s = []
@@ -188,6 +216,22 @@ def test_an_engine_stopped_under_load_is_unhealthy_in_5_s_and_all_requests_end_i
     prompts = [prompt_of(length) for length in (20, 21, 22, 23, 24)]
     require_ended_by_the_engine(asyncio.run(fates_under(server, stop, prompts, 10 - 3.0)))
     require_recovery(server, core, answer, restarts)
+
+
+def test_weights_and_adapters_of_a_killed_engine_are_served_again(server, adapter, tmp_path):
+    first, core = answer_of(server), core_of(server)
+    restarts = metric(server, "engine_restarts_total")
+    post(server, "/v1/load_lora_adapter", lora_name="polite", lora_path=str(adapter))
+    post(server, "/v1/load_lora_adapter", lora_name="polite", lora_path=str(adapter))
+    weights = write_model(tmp_path / "new", seed=3)
+    post(server, "/update_weights", folder=str(weights), version="tiny@7")
+    base, polite = answer_of(server), answer_of(server, "polite")
+    assert base[1] == "tiny@7" and polite[1] == "tiny@7+polite@1"
+    assert first[0] != base[0] != polite[0]
+    os.kill(core, signal.SIGKILL)
+    wait_until(lambda: b"a new one is started" in refusal_of(f"{server.url}/health"), 2)
+    require_recovery(server, core, base, restarts)
+    assert answer_of(server, "polite") == polite
 
 
 def test_a_scheduler_that_never_answers_is_found_although_the_process_lives(server):
@@ -230,6 +274,24 @@ def test_an_engine_that_cannot_be_started_again_ends_the_command_with_its_reason
     assert process.returncode == 2
     assert "error[serve/engine]: engine: the engine process ended with signal 9" in err
     assert "Traceback" not in err
+
+
+def test_a_core_that_is_told_nonsense_ends_and_says_what_it_was_told(folder):
+    ours, theirs = socket.socketpair()
+    command = [sys.executable, "-m", "phalanx.engines.serve.core", str(theirs.fileno())]
+    with subprocess.Popen(command, pass_fds=(theirs.fileno(),), stderr=subprocess.PIPE) as core:
+        theirs.close()
+        settings = ServeSettings(folder=str(folder), scheduler="continuous", **OPTIONS)
+        ours.sendall(encode(settings.to_dict()))
+        ours.settimeout(30)
+        lines = ours.makefile("rb")
+        while read_message(lines.readline())["kind"] != "ready":
+            pass
+        ours.sendall(b'{"kind": "add", "request": 1, "tok\xff\n')
+        err = core.communicate(timeout=10)[1].decode()
+    ours.close()
+    assert core.returncode == 3 and "Traceback" not in err
+    assert "message between front end and engine" in err and "is not valid JSON" in err
 
 
 # ---- an end that was asked for -------------------------------------------------------------------
