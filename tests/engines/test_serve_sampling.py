@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.drive import drive
-from phalanx.engines.serve.sampling import _from_logits, best_of, choose, score, uniform
+from phalanx.engines.serve.draws import best_of, uniform
+from phalanx.engines.serve.sampling import _from_logits, choose, score
 from phalanx.engines.serve.settings import Request, Sampling
 from phalanx.engines.serve.world import EngineWorld
 from phalanx.policies.serve.continuous import Continuous

@@ -20,6 +20,7 @@ _CLIENT_GONE = 499  # nobody reads it
 _STATUS = {"serve/busy": 429, "serve/engine": 503, "serve/asleep": 503}
 _RETRY_S = {429: "1", 503: "1"}
 _KIND = {404: "not_found_error", 405: "invalid_request_error", 429: "rate_limit_error"}
+_to_json = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode  # made once
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 
 
@@ -102,7 +103,7 @@ async def _events(generation: Generation, form: Form) -> AsyncIterator[bytes]:
 
 
 def _event(table: dict[str, Any]) -> bytes:
-    return b"data: " + json.dumps(table, allow_nan=False).encode() + b"\n\n"
+    return b"data: " + _to_json(table).encode() + b"\n\n"
 
 
 async def _disconnect(receive: Receive) -> None:

@@ -55,7 +55,7 @@ class AdminRoutes:
         return JSONResponse({"status": "loaded", "lora_name": name, "weight_version": version})
 
     async def unload_adapter(self, request: Request) -> Response:
-        """POST {"lora_name"}: requests that run with it end in an error."""
+        """POST {"lora_name"}: new requests for it are refused, running ones go on to their end."""
         body = await _texts(request, _UNLOAD)
         await self._client.unload_adapter(body["lora_name"])
         return JSONResponse({"status": "unloaded", "lora_name": body["lora_name"]})
