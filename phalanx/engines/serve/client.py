@@ -228,7 +228,7 @@ class EngineClient:
         return await self._commands.update_weights(folder, version)
 
     async def load_adapter(self, name: str, folder: str) -> str:
-        """Serve an adapter, between two steps; its version.
+        """Load an adapter, or replace its weights, between two steps; its version.
 
         Raises:
             JobError: `serve/adapter` and what else is wrong with the folder.
@@ -237,7 +237,11 @@ class EngineClient:
         return await self._commands.load_adapter(name, folder)
 
     async def unload_adapter(self, name: str) -> None:
-        """Serve an adapter no more. Raises `serve/adapter` for one that is not loaded or in use."""
+        """Accept no more requests for an adapter; those that run with it run to their end.
+
+        Raises:
+            JobError: `serve/adapter` for one that is not loaded.
+        """
         self._require_engine()
         await self._commands.unload_adapter(name)
 
