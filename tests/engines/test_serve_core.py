@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 import socket
@@ -24,7 +25,7 @@ from phalanx.engines.serve.settings import ServeSettings, require_servable
 from phalanx.engines.serve.start import describe, limits_of, make_engine
 from phalanx.engines.serve.wire import encode, read_message
 from phalanx.engines.serve.world import EngineWorld
-from phalanx.errors import JobError, PlanError
+from phalanx.errors import JobError, PlanError, WorldError
 from phalanx.models.peft_folder import save_adapter
 from phalanx.models.spec import LoraSpec, lora_tensors
 from phalanx.policies.serve.continuous import Continuous
@@ -167,6 +168,25 @@ def test_an_update_of_another_model_changes_nothing(folder, tmp_path):
     assert engine.weight_version == "tiny@0"
     after = engine.model.weights._places
     assert all(torch.equal(value, after[name].view) for name, value in before.items())
+
+
+def test_weights_of_two_models_never_answer(folder, tmp_path, monkeypatch):
+    """A disk that fails in the middle of an update: refused, and then the process ends."""
+
+    def breaking(weights):
+        yield from itertools.islice(read_whole(weights), 3)
+        raise JobError("model/tensor", "weights file", "model.safetensors", "cannot be read")
+
+    read_whole = start.read_whole
+    monkeypatch.setattr(start, "read_whole", breaking)
+    new = write_model(tmp_path / "new", seed=3)
+    lines = Lines([add(0), command("update", 1, folder=str(new), version="tiny@1"), add(1)])
+    inbox = SocketInbox(lines, tiny_engine(), settings_of(folder))
+    with pytest.raises(WorldError, match=r"weights = tiny@0\+incomplete: an update broke off"):
+        drive(EngineWorld(inbox._engine, inbox), reacts=[Continuous()])
+    assert lines.said[-1]["kind"] == "refused"
+    rows = [row for each in lines.said if each["kind"] == "step" for row in each["outputs"]]
+    assert rows and all(row[5] == "tiny@0" for row in rows)
 
 
 def run_main(settings: ServeSettings, messages=()) -> tuple[int, list[dict]]:

@@ -120,6 +120,9 @@ class SocketInbox:
         reply["weight_version"] = self._engine.weight_version
         reply["adapters"] = self._engine.adapters.versions
         self._lines.send(reply)
+        if self._engine.is_incomplete:
+            rule = "an update broke off: the weights are of two models, so the process ends"
+            raise WorldError("serve/engine", "weights", self._engine.weight_version, rule)
 
     def _carry_out(self, message: Mapping[str, Any]) -> None:
         engine, kind = self._engine, message["kind"]

@@ -164,9 +164,15 @@ class ServeEngine:
         try:
             self._sleeper.fill_weights(lambda: self.model.update(tensors, strict=strict))
         except BaseException:
-            self.weight_version = self.weight_version.removesuffix(_INCOMPLETE) + _INCOMPLETE
+            if self.has_weights and not self.is_incomplete:
+                self.weight_version += _INCOMPLETE
             raise
         self.weight_version = version
+
+    @property
+    def is_incomplete(self) -> bool:
+        """Whether an update broke off, so that the weights are of two models."""
+        return self.weight_version.endswith(_INCOMPLETE)
 
     def load_adapter(self, name: str, folder: str | Path, *, version: int | None = None) -> None:
         """As `AdapterSlots.load`; requests may ask for it from now on."""
