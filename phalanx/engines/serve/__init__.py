@@ -3,15 +3,20 @@
     with start_server("path/to/model") as server:
         ...  # requests to server.url + "/v1/completions"
 
-| module                        | decides                                                   |
-|-------------------------------|-----------------------------------------------------------|
-| handle, front, app            | processes and addresses; routes                           |
-| supervisor, process, heartbeat| whether the engine process makes progress; starting anew  |
-| commands, metrics             | what it was told, told again; what monitoring asks for    |
-| protocol, generation, text    | the OpenAI interface; tokens to text                      |
-| client, wire, core            | the two sides of the socket between front end and engine  |
-| world, engine                 | events and actions; one batch plan carried out            |
-| model, kv, blocks, sampling   | packed weights; paged cache; the choice of a token        |
+| module                                   | decides                                        |
+|------------------------------------------|------------------------------------------------|
+| handle, front                            | processes and addresses                        |
+| app, routes_*, answers                   | routes; responses, streams, errors             |
+| parameters, protocol, chat, forms        | the OpenAI interface: bodies and answers       |
+| generation, text                         | tokens to text, stop strings                   |
+| client, commands, metrics                | the front end's side of an engine              |
+| supervisor, process, heartbeat, wire     | an engine process that is kept running         |
+| core, start, settings                    | the engine process                             |
+| world, engine, step, offline             | events and actions; one batch plan carried out |
+| sampling, draws, logit_rules             | the choice of a token                          |
+| model, layer_work, packed, kv, blocks    | packed weights; paged cache                    |
+| adapters, adapter_fit, sleep             | LoRA in a batch; memory given back             |
+| kv_room, warm, bench                     | what fits; what a step costs                   |
 """
 
 from phalanx.engines.serve.handle import ServerHandle, start_server
