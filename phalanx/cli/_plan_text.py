@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import combinations
 
 from phalanx.cli.output import paragraph, table, write
@@ -51,7 +51,8 @@ def _show_job(priced: PricedJob) -> None:
     )
     if profile.is_assumption:
         paragraph(f"assumption: counted by {profile.counted_by}", indent=2, hang=2)
-    steps = f"{training.num_steps:,} steps of {training.batch_tokens:,} tokens"
+    count = f"{training.num_steps:,} step{'' if training.num_steps == 1 else 's'}"
+    steps = f"{count} of {training.batch_tokens:,} tokens"
     epochs = f"{training.epochs:g} epoch{'' if training.epochs == 1 else 's'} = "
     write(f"{epochs if training.epochs else ''}{steps}\n")
 
@@ -81,14 +82,12 @@ def _plan(each: Answer) -> str:
     assert each.best is not None
     counts = f"{each.num_fit} of {each.num_plans} legal plans fit"
     alike = f", {each.num_alike} of them within these bars" if each.num_alike > 1 else ""
-    illegal = sum(each.illegal.values())
-    others = f"; {illegal} illegal: {most_common(each.illegal)}" if illegal else ""
+    others = f"; illegal: {most_common(each.illegal)}" if each.illegal else ""
     return f"{each.best.candidate.describe()} ({counts}{alike}{others})"
 
 
-def most_common(illegal: dict[str, int] | object) -> str:
+def most_common(illegal: Mapping[str, int]) -> str:
     """Reasons with their counts, the most frequent first."""
-    assert isinstance(illegal, dict)
     ordered = sorted(illegal.items(), key=lambda entry: -entry[1])
     return "; ".join(f"{count} {reason}" for reason, count in ordered)
 
@@ -190,4 +189,5 @@ def _gib(num_bytes: float) -> str:
 
 
 def _gb(num_bytes: float) -> str:
-    return f"{num_bytes / 1e9:.3g} GB"
+    scale, unit = (1e12, "TB") if num_bytes >= 1e12 else (1e9, "GB")
+    return f"{num_bytes / scale:.3g} {unit}"

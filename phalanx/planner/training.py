@@ -9,12 +9,14 @@ from phalanx.cost.cluster_step import OperatorGroup
 from phalanx.cost.step_memory import Unit
 from phalanx.cost.step_work import Workload, workload_of
 from phalanx.data.batches import SampleStream, num_steps, step_samples
+from phalanx.layout.placement import divisors
 from phalanx.models.config import DecoderConfig
 from phalanx.models.spec import LoraSpec
 from phalanx.planner.candidates import Choice, Layout
 from phalanx.planner.profile import DataProfile
 
 _DEALT_STEPS = 8  # of the data, to see what a typical step holds
+_DEALT_DOCUMENTS = 2048  # of a step
 
 
 @dataclass(frozen=True)
@@ -93,13 +95,14 @@ class Training:
         """What a rank of a layout computes in a typical step."""
         key = (layout.num_data_ranks, row_tokens)
         if key not in self.works:
+            fold = _fold(layout.num_data_ranks, self.documents_of_a_step)
             self.works[key] = workload_of(
                 self.profile.samples,
                 self.config,
                 num_steps=min(self.num_steps, _DEALT_STEPS),
-                global_batch_tokens=self.batch_tokens,
+                global_batch_tokens=self.batch_tokens // fold,
                 row_tokens=row_tokens,
-                num_ranks=layout.num_data_ranks,
+                num_ranks=layout.num_data_ranks // fold,
                 seed=self.seed,
                 lora=self.lora,
             )
@@ -109,3 +112,13 @@ class Training:
             splits_tokens=layout.splits_tokens,
             num_steps=self.num_steps,
         )
+
+
+def _fold(num_ranks: int, num_documents: int) -> int:
+    """Part of the ranks, and of a step's documents, that is dealt: the largest with few enough.
+
+    Ranks are dealt alike, so a part of them has the same rows; the heaviest of fewer ranks is a
+    little lighter.
+    """
+    legal = divisors(num_ranks)
+    return next((fold for fold in legal if num_documents <= fold * _DEALT_DOCUMENTS), legal[-1])
