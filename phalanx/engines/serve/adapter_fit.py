@@ -36,7 +36,8 @@ def read_fitting(config: DecoderConfig, folder: str | Path, max_rank: int) -> Ad
                 rule = "is a dtype that adapters are not read from"
                 raise JobError("serve/adapter", name, each.dtype, rule, legal=FLOAT_DTYPES)
     except PhalanxError as error:
-        where = error.where if str(folder) in error.where else f"{folder}: {error.where}"
+        is_named = str(folder) in f"{error.where} {error.value}"
+        where = error.where if is_named else f"{folder}: {error.where}"
         raise JobError(
             "serve/adapter", where, error.value, error.rule, legal=error.legal
         ) from error
