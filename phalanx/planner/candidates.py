@@ -19,9 +19,10 @@ from phalanx.registry import build
 RECOMPUTE = ("none", "selective", "full")
 _MOST_TENSOR = 64  # no published plan cuts a product further
 _LONGEST_ROW = 65_536
-NO_CUT = "tensor degree does not divide heads or widths"
-NO_CAST = "replicas keep float32 weights and cast nothing"
-NO_WORK = "more data ranks than documents in a batch"
+# of layouts that cannot exist: "so many ..."
+NO_CUT = "cut heads or widths into uneven parts"
+NO_CAST = "keep float32 weights that nothing casts"
+NO_WORK = "leave a data rank without a document"
 
 
 @dataclass(frozen=True, kw_only=True)
