@@ -37,7 +37,7 @@ LIMITS = {"max_running": 3, "max_tokens": 100, "max_step_tokens": 20, "kv_tokens
 
 
 def forecast(scheduler: str | Mapping[str, Any] = "continuous", **options: Any) -> dict[str, float]:
-    given = {"prompt_lens": [30, 7], "output_tokens": 3} | LIMITS | options
+    given = {"prompt_lens": [30, 7], "output_tokens": 3, "request_s": 0.0} | LIMITS | options
     report = predict_load(RATES, CONFIG, scheduler=scheduler, **given)
     assert {row.source for row in report.rows} == {"formula", "simulated"}
     assert all(row.note for row in report.rows)
@@ -64,6 +64,17 @@ def test_the_jobs_scheduler_and_its_options_decide():
     assert first["load/TTFT median"] == pytest.approx((0.041 + 0.041 + 0.018) / 2, rel=1e-9)
     values = {each["load/TTFT median"] for each in (chunked, first, plain)}
     assert len(values) == 3
+
+
+def test_the_first_request_starts_while_the_others_are_on_their_way():
+    # engine steps: 7 tokens of the first from 1 ms on; both others; then all decode
+    first = 0.001 + 0.017 + 0.001
+    second = first + 0.011 + 14 * 0.001 + 0.003
+    rows = forecast(prompt_lens=[7, 7, 7], output_tokens=2, request_s=0.001)
+    assert rows["load/TTFT median"] == pytest.approx(second, rel=1e-9)
+    assert rows["load/duration"] == pytest.approx(second + 0.011 + 0.001 + 0.002, rel=1e-9)
+    together = forecast(prompt_lens=[7, 7, 7], output_tokens=2)
+    assert together["load/TTFT median"] < second
 
 
 def test_requests_beyond_the_batch_wait():
@@ -98,7 +109,7 @@ def test_a_forecast_is_summed_up_by_the_load_tests_own_definitions():
         samples = play_load(
             policy,
             cost,
-            arrivals_s=[0.0, 0.25],
+            sent_s=[0.0, 0.25],
             prompt_lens=[30, 7],
             output_tokens=4,
             num_blocks=9,

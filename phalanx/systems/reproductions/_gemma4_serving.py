@@ -93,7 +93,7 @@ def play(
     samples = play_load(
         PrefillFirst(),
         cost,
-        arrivals_s=arrivals(load.num_requests, rate_per_s, seed),
+        sent_s=arrivals(load.num_requests, rate_per_s, seed),
         prompt_lens=[load.prompt] * load.num_requests,
         output_tokens=load.output,
         num_blocks=(kv_tokens or all_tokens) // BLOCK_TOKENS,
