@@ -4,65 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from phalanx.engines.serve.commands import Commands
 from phalanx.engines.serve.metrics import RequestTimes, ServeMetrics
-from phalanx.engines.serve.settings import Sampling, ServeSettings, TokenScore
+from phalanx.engines.serve.settings import Sampling, ServeSettings
+from phalanx.engines.serve.stream import Delta, TokenStream
 from phalanx.engines.serve.supervisor import Supervisor
 from phalanx.engines.serve.wire import error_from_json
 from phalanx.errors import JobError, PhalanxError, WorldError, nearest_names
 
+__all__ = ["Delta", "EngineClient", "TokenStream"]
+
 _DRAIN_TICK_S = 0.02
-
-
-@dataclass(frozen=True, slots=True)
-class Delta:
-    """One output token.
-
-    Attributes:
-        reason: "stop" or "length" with the last one, else "".
-        weight_version: of the weights that chose it.
-        prompt_scores: with the first one, where asked for.
-    """
-
-    token: int
-    reason: str
-    weight_version: str
-    score: TokenScore | None = None
-    prompt_scores: Sequence[TokenScore] | None = None
-
-
-class TokenStream:
-    """The tokens of one request as they come; closing it early cancels the request."""
-
-    def __init__(self, client: EngineClient, request: int) -> None:
-        self._client, self.request = client, request
-        self.times = RequestTimes(client.metrics)
-        self._queue: asyncio.Queue[Delta | PhalanxError] = asyncio.Queue()
-
-    def put(self, item: Delta | PhalanxError) -> None:
-        """Called by the client."""
-        self._queue.put_nowait(item)
-
-    async def __aiter__(self) -> AsyncIterator[Delta]:
-        while True:
-            item = await self._queue.get()
-            if isinstance(item, PhalanxError):
-                raise item
-            yield item
-            if item.reason:
-                return
-
-    def close(self, reason: str = "cancelled") -> None:
-        """Cancel the request unless it has ended; its KV is freed.
-
-        Args:
-            reason: "cancelled", or "stop" when its reader found a reason to stop.
-        """
-        self._client.cancel(self.request, reason)
 
 
 class EngineClient:
@@ -194,7 +150,9 @@ class EngineClient:
             rule = "no such adapter is loaded"
             self._refuse(JobError("serve/adapter", "adapter", repr(adapter), rule, legal=legal))
         self._next_request += 1
-        stream = self._streams[self._next_request] = TokenStream(self, self._next_request)
+        stream = self._streams[self._next_request] = TokenStream(
+            self._next_request, self.cancel, RequestTimes(self.metrics)
+        )
         self._supervisor.send(
             {
                 "kind": "add",
