@@ -20,6 +20,10 @@ HEADLINE = {
     "load/TTFT median": "Time to first token (TTFT), median",
     "load/TPOT median": "Time per output token (TPOT), median",
     "load/output tokens per second": "Output tokens per second, all requests",
+    "load/tokens per second": "Tokens per second, prompts included",
+    "load/requests per second": "Requests per second",
+    "load/latency median": "Latency of a request, median",
+    "load/duration": "Duration of the load test",
 }
 _STAGES = "time/"
 _REPEATED = 3  # notes that so many rows share are told once
@@ -185,11 +189,11 @@ def verdict(report: Report) -> str:
 
 
 def missed_sentences(report: Report) -> list[str]:
-    """One for each missed gate: what was found, and what was asked."""
+    """One for each missed gate: what was found, and what would have passed."""
     lines = []
     for row in report.missed:
         found = str(shown_row(row)) if row.value is not None else f"unknown ({row.note})"
-        lines.append(f"{HEADLINE.get(row.quantity, row.quantity)}: {found}; asked {gate_text(row)}")
+        lines.append(f"{HEADLINE.get(row.quantity, row.quantity)}: {found}; gate {gate_text(row)}")
     return lines
 
 

@@ -104,7 +104,10 @@ def _elsewhere(page: RunPage) -> str:
     there = machines(report)
     out = ["## What it would cost elsewhere", "", f"{escaped(report.title)} (formula)", ""]
     if there.lines:
-        cells = [(escaped(name), *map(str, values)) for name, values in there.lines]
+        cells = [
+            (escaped(name), *(escaped(f"{each.value} {each.word}") for each in values))
+            for name, values in there.lines
+        ]
         header = ("quantity", *map(escaped, there.names))
         out += [*_table(header, cells, right=range(1, len(header))), ""]
         out += [*(f"- {escaped(name)}: {escaped(note)}" for name, note in there.notes), ""]

@@ -11,7 +11,16 @@ from phalanx.pages.shown import Shown, percent, shown_row
 from phalanx.report import Joined, Report, Row, compare
 
 _ELSEWHERE = "elsewhere"
+_WORD = 50  # longer notes stand below the table
 _NAMES = {"hours": "time"}  # which is shown in hours, minutes or seconds
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A value with the word that goes with it ("fits")."""
+
+    value: Shown
+    word: str
 
 
 @dataclass(frozen=True)
@@ -20,11 +29,11 @@ class Machines:
 
     Attributes:
         lines: (quantity, a value per machine).
-        notes: (machine and quantity, note).
+        notes: (machine and quantity, note), where it is more than a word.
     """
 
     names: Sequence[str]
-    lines: Sequence[tuple[str, Sequence[Shown]]]
+    lines: Sequence[tuple[str, Sequence[Cell]]]
     notes: Sequence[tuple[str, str]]
 
 
@@ -49,15 +58,20 @@ def machines(report: Report) -> Machines:
     }
     names = list(dict.fromkeys(name for name, _ in chosen))
     quantities = list(dict.fromkeys(quantity for _, quantity in chosen))
-    lines = []
-    for quantity in quantities:
-        rows: list[Row | None] = [chosen.get((name, quantity)) for name in names]
-        lines.append((_NAMES.get(quantity, quantity), [shown_row(row) for row in rows]))
+    lines = [
+        (_NAMES.get(quantity, quantity), [_cell(chosen.get((name, quantity))) for name in names])
+        for quantity in quantities
+    ]
     notes = [
         (f"{name}, {_NAMES.get(quantity, quantity)}", row.note)
         for (name, quantity), row in chosen.items()
+        if len(row.note) > _WORD
     ]
-    return Machines(names, lines, [note for note in notes if note[1]])
+    return Machines(names, lines, notes)
+
+
+def _cell(row: Row | None) -> Cell:
+    return Cell(shown_row(row), row.note if row is not None and len(row.note) <= _WORD else "")
 
 
 def price_lines(report: Report) -> list[str]:
@@ -65,7 +79,11 @@ def price_lines(report: Report) -> list[str]:
     there = machines(report)
     lines = []
     for at, name in enumerate(there.names):
-        told = [f"{quantity} {values[at]}" for quantity, values in there.lines if values[at].text]
+        told = [
+            f"{quantity} {cells[at].value}" + (f" ({cells[at].word})" if cells[at].word else "")
+            for quantity, cells in there.lines
+            if cells[at].value.text
+        ]
         lines.append(f"{name}: {', '.join(told)}")
     return lines
 

@@ -146,7 +146,7 @@ def test_gates_of_all_parts_count(tmp_path, without_pictures):
         "serving/KV tokens", "parity/merged/tokens that differ",
     ]  # fmt: skip
     text = text_of(tmp_path)
-    assert "KV cache, tokens: 2,048; asked = 4,096" in text and "trained ≠ served" in text.lower()
+    assert "KV cache, tokens: 2,048; gate = 4,096" in text and "trained ≠ served" in text.lower()
 
 
 @pytest.mark.parametrize("num_ranks", [1, 8])

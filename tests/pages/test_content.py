@@ -21,7 +21,7 @@ from phalanx.pages.prices import beside_published, machines, price_lines
 from phalanx.pages.shown import percent, shown, visible
 from phalanx.report import Report, Row
 from phalanx.trace import merge
-from tests.pages.run_pages import elsewhere, parity, report, step
+from tests.pages.run_pages import LONG_NOTE, elsewhere, parity, report, step
 
 
 @pytest.mark.parametrize(
@@ -184,13 +184,13 @@ def test_percentages_have_a_sign_where_they_are_distances():
 def test_machines_stand_beside_each_other_and_formula_beside_published():
     there = machines(elsewhere())
     assert there.names == ["2xh100", "4xv5p"]
-    lines = {name: list(map(str, values)) for name, values in there.lines}
+    lines = {name: [str(cell.value) for cell in cells] for name, cells in there.lines}
     assert lines == {"time": ["3.42 h", "2.31 h"], "cost": ["$20.52", ""]}
-    assert there.notes == [("2xh100, time", "FSDP over 2")]
+    assert there.notes == [("2xh100, time", LONG_NOTE)]
     ((group, (line,)),) = beside_published(elsewhere())
     assert (group, line.name, line.error) == ("2xh100 over 4xv5p", "time", "−8.1 %")
     assert (str(line.formula), str(line.published)) == ("1.48", "1.61")
-    assert price_lines(elsewhere())[0] == "2xh100: time 3.42 h, cost $20.52"
+    assert price_lines(elsewhere())[0] == "2xh100: time 3.42 h, cost $20.52 (fits)"
 
 
 def test_notes_that_rows_share_are_told_once():
