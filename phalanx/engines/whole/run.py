@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
@@ -59,6 +60,7 @@ class _WholeWay:
         self.job, self.folder = self.asked.job, asked.folder
         self.say, self.live = say, live
         self.start_s = perf_counter()
+        self.seconds: dict[str, float] = {}
 
     def go(self) -> RunResult:
         """The stages in order; each writes into the run folder."""
@@ -66,11 +68,16 @@ class _WholeWay:
             rule = "what is served and compared has to be exported"
             exports = list(self.job.plan.exports)
             raise JobError("job/bad-value", "plan.exports", exports, rule, legal=[_EXPORTED])
-        ready = make_ready(self.asked, self.say, self._forecast)
+        with self._timed("data, calibration, plan"):
+            ready = make_ready(self.asked, self.say, self._forecast)
         result = train_ready(ready, self.say, live=self.live)
-        parity = self._parity(ready.data)
-        load, sentence = self._serve(ready)
+        with self._timed("parity"):
+            parity = self._parity(ready.data)
+        with self._timed("serve"):
+            load, sentence = self._serve(ready)
         done = trained(ready, result)
+        for stage, seconds in self.seconds.items():
+            done.report.add(f"time/{stage}", seconds, "s", "measured")
         total_s = perf_counter() - self.start_s
         predicted = {str(row["quantity"]): row["value"] for row in ready.plan.predictions}
         done.report.rows.append(_whole_run(total_s, predicted.get("time/whole run")))
@@ -84,6 +91,12 @@ class _WholeWay:
             total_s=total_s,
         )
         return RunResult(self.folder, write_report(summary))
+
+    @contextmanager
+    def _timed(self, stage: str) -> Iterator[None]:
+        start_s = perf_counter()
+        yield
+        self.seconds[stage] = perf_counter() - start_s
 
     def _forecast(self, ready: Ready) -> Sequence[Row]:
         """Predictions of serving and of the whole run, before the first step."""
