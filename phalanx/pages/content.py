@@ -20,6 +20,8 @@ HEADLINE = {
     "load/TTFT median": "Time to first token (TTFT), median",
     "load/TPOT median": "Time per output token (TPOT), median",
     "load/output tokens per second": "Output tokens per second, all requests",
+}
+_NAMES = HEADLINE | {
     "load/tokens per second": "Tokens per second, prompts included",
     "load/requests per second": "Requests per second",
     "load/latency median": "Latency of a request, median",
@@ -148,7 +150,7 @@ def _compared(joined: Joined) -> Compared:
         error = percent(said.value / seen.value - 1.0)
     rows = [row for row in (said, seen) if row is not None]
     return Compared(
-        name=HEADLINE.get(joined.quantity, joined.quantity),
+        name=_NAMES.get(joined.quantity, joined.quantity),
         predicted=shown_row(said, rows),
         measured=shown_row(seen, rows),
         error=error,
@@ -193,7 +195,7 @@ def missed_sentences(report: Report) -> list[str]:
     lines = []
     for row in report.missed:
         found = str(shown_row(row)) if row.value is not None else f"unknown ({row.note})"
-        lines.append(f"{HEADLINE.get(row.quantity, row.quantity)}: {found}; gate {gate_text(row)}")
+        lines.append(f"{_NAMES.get(row.quantity, row.quantity)}: {found}; gate {gate_text(row)}")
     return lines
 
 

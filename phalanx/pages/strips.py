@@ -37,6 +37,7 @@ _FUNCTIONS = (
 )  # fmt: skip
 _INSIDE_LAYERS = (
     *_FUNCTIONS,
+    ("*nccl*", COMMUNICATION), ("*nvjet*", PRODUCTS), ("*cutlass*", PRODUCTS),
     ("*embedding*", ENDS),
     ("*scaled_dot_product*", ATTENTION), ("*flash*", ATTENTION), ("*attention*", ATTENTION),
     ("*softmax*", ATTENTION), ("*bmm", ATTENTION), ("*::matmul", ATTENTION),
@@ -202,9 +203,11 @@ def _kinds(rows: Trace) -> np.ndarray:
         return np.asarray([known[name] for name in operators.tolist()], dtype=object)
     inside = {name: _first(_INSIDE_LAYERS, name) for name in set(operators.tolist())}
     outside = {name: _first((*_OUTSIDE, *_INSIDE_LAYERS), name) for name in inside}
+    # kernels of a device carry no layer
+    known = (layers != "") | np.char.startswith(rows.column("lane").astype(str), "stream")
     kinds = [
-        (inside if layer else outside)[name]
-        for name, layer in zip(operators.tolist(), layers.tolist())
+        (inside if is_inside else outside)[name]
+        for name, is_inside in zip(operators.tolist(), known.tolist())
     ]
     return np.asarray(kinds, dtype=object)
 
