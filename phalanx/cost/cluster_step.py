@@ -243,7 +243,7 @@ def step_seconds(
         "optimizer": optimizer_s,
         "exchange": exchange_s,
         "gather": gathers,
-        "reduce": _reduce_seconds(units, specs, rates, mesh),
+        "reduce": _reduce_seconds(units, work, specs, rates, mesh),
     }
     return StepSeconds(seconds, bound, first_gather_s)
 
@@ -301,7 +301,11 @@ def _gather_seconds(
 
 
 def _reduce_seconds(
-    units: Sequence[Unit], specs: Sequence[Spec], rates: DeviceRates, mesh: Mesh
+    units: Sequence[Unit],
+    work: Workload,
+    specs: Sequence[Spec],
+    rates: DeviceRates,
+    mesh: Mesh,
 ) -> float:
     """Gradients of what is trained: scattered over shards, then summed over replicas."""
     degree, stride, replicas, apart = _strides(mesh, specs)
@@ -309,7 +313,8 @@ def _reduce_seconds(
     for unit in units:
         if unit.num_trained:
             payload = unit.num_trained * REDUCE_BYTES
-            seconds += rates.collective_s("reduce_scatter", payload, degree, stride)
+            times = work.num_items if unit.reduces_always else 1.0
+            seconds += times * rates.collective_s("reduce_scatter", payload, degree, stride)
             held = unit.trained * REDUCE_BYTES
             seconds += rates.collective_s("all_reduce", held, replicas, apart)
     return seconds

@@ -39,6 +39,12 @@ class Unit:
         return 2.0 * num_items if self.rule.reshard else 1.0
 
     @property
+    def reduces_always(self) -> bool:
+        """Whether its gradients are scattered after every micro-batch, not only the last."""
+        exchanges = self.rule.exchanges if self.rule is not None else ()
+        return any(each.of == "grads" and each.when == "always" for each in exchanges)
+
+    @property
     def is_kept(self) -> bool:
         """Whether it stays gathered between its forward and its backward pass."""
         return self.rule is not None and not self.rule.reshard
@@ -111,15 +117,12 @@ def memory_terms(
     in_turn = [u for u in units if u.rule is not None and u.rule.reshard]
     waiting = 1 + max((u.rule.prefetch for u in in_turn if u.rule), default=0)
     regathered = [u.gathered for u in units if u.gathers(1.0)]
-    accumulating = reduce_bytes if work.num_items > 1 else 0
-    num_trained = sum(u.num_trained for u in units)
     return {
         "weights": sum(u.stored for u in units),
         "gathered": sum(u.gathered for u in units if u.is_kept)
         + waiting * max((u.gathered for u in in_turn), default=0.0),
         "gather buffer": max(regathered, default=0.0),
-        "gradients": num_trained * (itemsize + accumulating)
-        + reduce_bytes * sum(u.trained for u in units),
+        "gradients": _gradient_bytes(units, work, itemsize, reduce_bytes),
         "optimizer": 8.0 * sum(u.trained for u in units),
         "activations": work.longest_row * saved_per_token,
         "logits": float(
@@ -127,6 +130,24 @@ def memory_terms(
             + 2 * work.row_counted * config.hidden_size * (itemsize + 4)
         ),
     }
+
+
+def _gradient_bytes(
+    units: Sequence[Unit], work: Workload, itemsize: int, reduce_bytes: int
+) -> float:
+    """What a rank keeps reduced, and the whole gradients beside it.
+
+    A sharded unit scatters its gradient as soon as it is there, so one at a time is whole; where
+    micro-batches come before the one that reduces, all of them are, and so they are without shards.
+    """
+    accumulating = reduce_bytes if work.num_items > 1 else 0
+    whole = in_turn = 0.0
+    for unit in units:
+        if unit.rule is not None and (unit.reduces_always or not accumulating):
+            in_turn = max(in_turn, unit.num_trained * float(itemsize + reduce_bytes))
+        else:
+            whole += unit.num_trained * (itemsize + accumulating)
+    return whole + in_turn + reduce_bytes * sum(unit.trained for unit in units)
 
 
 def saved_bytes_per_token(config: DecoderConfig, work: Workload, recompute: str) -> float:

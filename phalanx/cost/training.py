@@ -22,7 +22,8 @@ Bytes of one rank, above what its libraries take (`prediction.terms`)
     weights        sum of M psi / F, dim 0 of each parameter padded
     gathered       K Psi of units that are kept, else K psi_root + (1 + prefetch) K max psi
     gather buffer  K max psi of units gathered while activations are held
-    gradients      trained elements: K (one micro-batch) + G while accumulating + 4 / F
+    gradients      trained elements: G / F + K + G while accumulating; without accumulating, or with
+                   shards that are reduced every time, (K + G) of the largest unit only
     optimizer      8 / F per trained element
     activations    S * sum of saved bytes, less what is computed again
     logits         the loss's chunk, its gradient's tile and rows

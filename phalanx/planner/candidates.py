@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 from typing import Any
@@ -33,6 +33,7 @@ class Layout:
         replicate, shard, tensor: sizes of the axes, outermost first.
         keeps_gathered: sharded weights stay gathered from the forward to the backward pass.
         splits_tokens: tokens between blocks are split over the tensor axis as well.
+        reduces_always: gradients are scattered after every micro-batch, not kept until the last.
     """
 
     replicate: int = 1
@@ -41,6 +42,7 @@ class Layout:
     is_sharded: bool = False
     keeps_gathered: bool = False
     splits_tokens: bool = False
+    reduces_always: bool = False
 
     @property
     def num_data_ranks(self) -> int:
@@ -58,8 +60,9 @@ class Layout:
         """The specs as a plan writes them."""
         tables: list[dict[str, Any]] = []
         if self.is_sharded:
-            given_back = not self.keeps_gathered
-            tables.append({"family": "data", "name": "fsdp", "reshard_after_forward": given_back})
+            fsdp = {"reshard_after_forward": not self.keeps_gathered}
+            fsdp |= {"reduce_every_item": True} if self.reduces_always else {}
+            tables.append({"family": "data", "name": "fsdp"} | fsdp)
         if self.replicate > 1 or not self.is_sharded:
             tables.append({"family": "data", "name": "replicate"})
         if self.tensor > 1:
@@ -84,7 +87,8 @@ class Layout:
             parts.append(f"{self.replicate} replicas")
         if self.shard > 1:
             kept = ", kept gathered" if self.keeps_gathered else ""
-            parts.append(f"FSDP over {self.shard}{kept}")
+            every = ", reducing every micro-batch" if self.reduces_always else ""
+            parts.append(f"FSDP over {self.shard}{kept}{every}")
         if self.tensor > 1:
             kind = "tensor + sequence" if self.splits_tokens else "tensor"
             parts.append(f"{kind} parallel over {self.tensor}")
@@ -130,6 +134,7 @@ def layouts(
     devices_per_domain: int,
     *,
     casts: bool,
+    trains_all: bool,
     most_data_ranks: int,
     illegal: Counter[str],
     mesh: Mapping[str, int] | None = None,
@@ -138,6 +143,7 @@ def layouts(
 
     Args:
         casts: what is trained is kept in another dtype than computes, so something has to shard.
+        trains_all: gradients are as large as the model, so it matters when they are reduced.
         most_data_ranks: documents of a batch.
         illegal: reason -> layouts, added to.
         mesh: sizes of "replicate", "shard" and "tp" to keep to.
@@ -147,7 +153,9 @@ def layouts(
             continue
         found = [
             each
-            for each in _data_layouts(num_devices // tensor, max(1, devices_per_domain // tensor))
+            for each in _data_layouts(
+                num_devices // tensor, max(1, devices_per_domain // tensor), trains_all
+            )
             if (casts or each.shard > 1 or not each.is_sharded)  # else it would shard nothing
             and (not mesh or all(getattr(each, axis) == mesh.get(axis, 1) for axis in _DATA))
         ]
@@ -164,32 +172,23 @@ def layouts(
                 if reason:
                     illegal[reason] += 1
                     continue
-                yield Layout(
-                    replicate=data.replicate,
-                    shard=data.shard,
-                    tensor=tensor,
-                    is_sharded=data.is_sharded,
-                    keeps_gathered=data.keeps_gathered,
-                    splits_tokens=splits,
-                )
+                yield replace(data, tensor=tensor, splits_tokens=splits)
 
 
 _DATA = ("replicate", "shard")
 
 
-def _data_layouts(num_ranks: int, per_domain: int) -> list[Layout]:
+def _data_layouts(num_ranks: int, per_domain: int, trains_all: bool) -> list[Layout]:
     """Replicas; shards over all ranks; shards inside a domain with replicas across domains."""
     found = [Layout(replicate=num_ranks)]
     shards = [num_ranks]
     if 1 < per_domain < num_ranks and num_ranks % per_domain == 0:
         shards.append(per_domain)
     for shard in shards:
+        one = Layout(replicate=num_ranks // shard, shard=shard, is_sharded=True)
         for kept in (False, True):
-            found.append(
-                Layout(
-                    replicate=num_ranks // shard, shard=shard, is_sharded=True, keeps_gathered=kept
-                )
-            )
+            for always in (False, True)[: 1 + (trains_all and shard > 1)]:
+                found.append(replace(one, keeps_gathered=kept, reduces_always=always))
     return found
 
 

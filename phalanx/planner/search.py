@@ -235,6 +235,7 @@ def _sized_plans(training: Training, cluster: Cluster, illegal: Counter[str]) ->
         cluster.num_devices,
         cluster.machine.devices_per_domain,
         casts=training.casts,
+        trains_all=training.lora is None,
         most_data_ranks=training.documents_of_a_step,
         illegal=illegal,
         mesh=choice.mesh,
@@ -257,7 +258,8 @@ def units_for(
     training: Training, layout: Layout, work: Workload, local: DecoderConfig | None = None
 ) -> list[Unit]:
     """The units that a layout gathers and reduces; replicas and split tokens change none."""
-    key = (layout.tensor, layout.shard, layout.is_sharded, layout.keeps_gathered)
+    sharding = (layout.is_sharded, layout.keeps_gathered, layout.reduces_always)
+    key = (layout.tensor, layout.shard, *sharding)
     found = training.parts.units
     if key not in found:
         data = [spec for spec in layout.specs if spec.family == "data"]

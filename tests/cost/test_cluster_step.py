@@ -148,3 +148,28 @@ def test_weights_and_saved_inputs_of_a_published_run():
     adapters = sum(u.num_trained for u in units)
     assert terms["weights"] - 4 * adapters == pytest.approx(15.35e9, rel=0.01)
     assert terms["activations"] >= 60 * TOKENS * 5376 * 2 == pytest.approx(1.98e9, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("items", "always"), [(1.0, False), (1.0, True), (3.0, False), (3.0, True)]
+)
+def test_whole_gradients_are_those_of_one_unit_unless_micro_batches_wait(items, always):
+    """Shards of float32 gradients, and beside them bfloat16 gradients on their way to them."""
+    fsdp, mesh = build("data", {"name": "fsdp", "reduce_every_item": always}), Mesh(shard=2)
+    step = work(items=items)
+    units = units_of(CONFIG, step, [fsdp], mesh, 4)
+    trained = [u.num_trained for u in units]
+    shards = 4 * sum(u.trained for u in units)
+    waits = items > 1 and not always
+    beside = (2 + 4) * (sum(trained) if waits else max(trained))
+    assert memory_terms(CONFIG, step, units)["gradients"] == pytest.approx(shards + beside)
+    found = priced((), units, [fsdp], mesh=mesh, items=items)
+    reduced = sum(RATES.collective_s("reduce_scatter", 4.0 * n, 2) for n in trained if n)
+    assert found.parts["reduce"] == pytest.approx(reduced * (items if always else 1.0))
+
+
+def test_replicas_keep_whole_gradients():
+    step = work(items=3.0)
+    units = units_of(CONFIG, step, [build("data", {"name": "replicate"})], Mesh(replicate=2), 4)
+    trained = sum(u.num_trained for u in units)
+    assert memory_terms(CONFIG, step, units)["gradients"] == trained * (2 + 4 + 4)

@@ -19,19 +19,28 @@ from phalanx.planner.candidates import (
 from tests.planner.plan_cases import CONFIG
 
 
-def found(number, *, config=CONFIG, domain=8, casts=False, most=10**6, mesh=None):
+def found(number, *, config=CONFIG, domain=8, casts=False, whole=False, most=10**6, mesh=None):
     illegal = Counter()
     listed = list(
         layouts(
-            config, number, domain, casts=casts, most_data_ranks=most, illegal=illegal, mesh=mesh
+            config,
+            number,
+            domain,
+            casts=casts,
+            trains_all=whole,
+            most_data_ranks=most,
+            illegal=illegal,
+            mesh=mesh,
         )
     )
     return listed, illegal
 
 
-@given(number=st.integers(1, 300), domain=st.integers(1, 16), casts=st.booleans())
-def test_every_layout_uses_all_devices_and_can_be_cut(number, domain, casts):
-    listed, _ = found(number, domain=domain, casts=casts)
+@given(
+    number=st.integers(1, 300), domain=st.integers(1, 16), casts=st.booleans(), whole=st.booleans()
+)
+def test_every_layout_uses_all_devices_and_can_be_cut(number, domain, casts, whole):
+    listed, _ = found(number, domain=domain, casts=casts, whole=whole)
     assert len(set(listed)) == len(listed)
     for each in listed:
         assert each.mesh.size == each.replicate * each.shard * each.tensor == number
@@ -48,6 +57,14 @@ def test_layouts_of_eight_by_hand():
     assert len(listed) == 3 + 2 * 3 + 2 * 3 + 2 and not illegal
     assert listed[0].describe() == "8 replicas"
     assert listed[-1].describe() == "tensor + sequence parallel over 8"
+
+
+def test_gradients_of_a_whole_model_may_be_reduced_every_time():
+    always = [each for each in found(8, whole=True)[0] if each.reduces_always]
+    assert always and all(each.shard > 1 for each in always)
+    (rule,) = {spec.rules()[1] for each in always for spec in each.specs[:1] if each.keeps_gathered}
+    assert {each.when for each in rule.exchanges if each.of == "grads"} == {"always"}
+    assert not any(each.reduces_always for each in found(8)[0])
 
 
 def test_key_and_value_heads_may_be_replicated_but_query_heads_must_divide():
