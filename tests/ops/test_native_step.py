@@ -116,3 +116,10 @@ def test_what_is_not_a_number_stays_so():
         norms_values=False,
     )
     assert queries.isnan().sum() == 2  # the channel and its partner
+
+
+@pytest.mark.parametrize("count", [1, 1000, 1 << 17])
+def test_reading_everything_reads_every_word(count):
+    torch.manual_seed(5)
+    words = torch.randint(-(2**62), 2**62, (count,))
+    assert native.read_all(words) == int(words.sum())

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from phalanx.engines.serve.kv import KindStep, KvPool
+from phalanx.engines.serve.packed import PackedLayer
 from phalanx.models.decoder_layers import Rope
 from phalanx.models.spec import DecoderConfig
 from phalanx.ops import native, paged_attention
@@ -159,3 +160,30 @@ class CompiledWork(PlainWork):
         """As `ops.paged_attention`."""
         pools, scale = (pool.keys[place], pool.values[place]), self.config.query_scale
         return native.paged_decode(q_RHC, *pools, step.blocks_RN, step.seen_R2, scale)
+
+    def decode_layer_(
+        self,
+        x_SD: Tensor,
+        normed_SD: Tensor,
+        layer: PackedLayer,
+        before_D: Tensor,
+        rope: Rope,
+        pool: KvPool,
+        place: int,
+        step: KindStep,
+    ) -> None:
+        """A layer of decoding rows in one call, in place: x and its norm before the next layer."""
+        native.decode_layer_(
+            x_SD,
+            normed_SD,
+            (layer.qkv, layer.out, layer.gate_up, layer.down),
+            (layer.qk_norm, layer.after_attention, layer.before_mlp, layer.after_mlp, before_D),
+            rope,
+            (step.rows_SK, step.blocks_RN, step.seen_R2),
+            (pool.keys[place], pool.values[place]),
+            pool.kind.num_heads,
+            activation=self.config.activation,
+            norms_values=self.config.value_norm,
+            scale=self.config.query_scale,
+            eps=self.config.norm_eps,
+        )

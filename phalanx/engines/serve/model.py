@@ -23,8 +23,10 @@ from phalanx.engines.serve.layer_work import CompiledWork, PlainWork
 from phalanx.engines.serve.packed import PackedWeights
 from phalanx.models.decoder_layers import Rope, kind_rope
 from phalanx.models.spec import DecoderConfig
-from phalanx.ops import vocabulary_head
+from phalanx.ops import native, vocabulary_head
 from phalanx.ops.attention import causal_attention
+
+_OfKind = tuple[Rope, KvPool, int, KindStep]  # rotation, pool, layer of the pool, places
 
 
 class LayerAdapters(Protocol):
@@ -121,22 +123,46 @@ class PackedDecoder:
         layers = self.weights.layers
         befores = [each.before_attention for each in layers[1:]] + [self.weights.norm]
         normed_SD = self._work.normed(x_SD, layers[0].before_attention)
+        only_decodes = not any(step.segments for step in steps.values())
+        in_one_call = only_decodes and self._decodes_whole_layers(len(tokens_S))
         for at, (layer, before) in enumerate(zip(layers, befores)):
             kind = self.config.layer_kinds[at]
-            made_SD = self._attend(at, normed_SD, rope[kind], steps[kind], pools[kind])
-            x_SD, normed_SD = self._work.joined(
-                x_SD, made_SD, layer.after_attention, layer.before_mlp
-            )
-            x_SD, normed_SD = self._work.joined(
-                x_SD, self._feed(at, normed_SD), layer.after_mlp, before
-            )
-            if per_layer_SLP is not None:
-                x_SD = x_SD + self._of_this_layer(at, x_SD, per_layer_SLP[:, at])
-            if layer.scalar is not None:
-                x_SD = x_SD * layer.scalar
-            if per_layer_SLP is not None or layer.scalar is not None:
-                normed_SD = self._work.normed(x_SD, before)
+            of_kind = rope[kind], pools[kind], self._place_in_pool[at], steps[kind]
+            if in_one_call:
+                self._compiled.decode_layer_(x_SD, normed_SD, layer, before, *of_kind)
+            else:
+                x_SD, normed_SD = self._layer(at, x_SD, normed_SD, before, of_kind, per_layer_SLP)
         return normed_SD
+
+    def _decodes_whole_layers(self, num_rows: int) -> bool:
+        """Whether nothing happens in a layer but what the compiled whole of it does."""
+        config = self.config
+        has_more = config.per_layer_embedding is not None or config.layer_scalar
+        is_bare = self._adapters is None and not has_more
+        return self.is_compiled and is_bare and num_rows <= native.MOST_ROWS
+
+    def _layer(
+        self,
+        at: int,
+        x_SD: Tensor,
+        normed_SD: Tensor,
+        before_D: Tensor,
+        of_kind: _OfKind,
+        per_layer_SLP: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """The stream after a layer, and its norm before the next one."""
+        layer, work = self.weights.layers[at], self._work
+        made_SD = self._attend(at, normed_SD, *of_kind)
+        x_SD, normed_SD = work.joined(x_SD, made_SD, layer.after_attention, layer.before_mlp)
+        fed_SD = self._feed(at, normed_SD)
+        x_SD, normed_SD = work.joined(x_SD, fed_SD, layer.after_mlp, before_D)
+        if per_layer_SLP is not None:
+            x_SD = x_SD + self._of_this_layer(at, x_SD, per_layer_SLP[:, at])
+        if layer.scalar is not None:
+            x_SD = x_SD * layer.scalar
+        if per_layer_SLP is not None or layer.scalar is not None:
+            normed_SD = work.normed(x_SD, before_D)
+        return x_SD, normed_SD
 
     @torch.inference_mode()
     def logits(self, hidden_SD: Tensor) -> Tensor:
@@ -183,8 +209,10 @@ class PackedDecoder:
         gated_SP = self._work.gated_by(gate_SP, per_layer_SP)
         return self._work.normed(self._product(gated_SP, at, "per_layer.projection"), own.norm)
 
-    def _attend(self, at: int, x_SD: Tensor, rope: Rope, step: KindStep, pool: KvPool) -> Tensor:
-        layer, kind, place = self.weights.layers[at], pool.kind, self._place_in_pool[at]
+    def _attend(
+        self, at: int, x_SD: Tensor, rope: Rope, pool: KvPool, place: int, step: KindStep
+    ) -> Tensor:
+        layer, kind = self.weights.layers[at], pool.kind
         made_SNC = self._product(x_SD, at, "qkv").unflatten(-1, (-1, kind.head_dim))
         q_SHC = self._work.turned(made_SNC, layer.qk_norm, rope, pool, place, step)
         parts = []

@@ -40,7 +40,8 @@ class _Source(NamedTuple):
 def _sources() -> list[_Source]:
     native = [_Source(f"{name}.cpp", ("-march=native",)) for name in _FOR_THIS_MACHINE]
     # -Wno-psabi: vectors are passed between functions of one file only
-    sources = [*native, _Source("serving.cpp"), _Source("level_vectors.cpp", ("-Wno-psabi",))]
+    sources = [*native, _Source("serving.cpp"), _Source("layer.cpp")]
+    sources.append(_Source("level_vectors.cpp", ("-Wno-psabi",)))
     if platform.machine() in ("x86_64", "AMD64"):
         tiles = (*_AVX512, "-mamx-tile", "-mamx-bf16")
         sources += [

@@ -11,7 +11,7 @@ head, N blocks of a request or candidates, V vocabulary.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -163,3 +163,46 @@ def turn_and_store(
         *(rows, num_made, num_heads, num_kv_heads, channels, int(norms_values), eps),
     )
     return q_SHC
+
+
+def decode_layer_(
+    x_SD: Tensor,
+    normed_SD: Tensor,
+    matrices: Sequence[Tensor],
+    scales: Sequence[Tensor | None],
+    rope: tuple[Tensor, Tensor],
+    tables: tuple[Tensor, Tensor, Tensor],
+    pools: tuple[Tensor, Tensor],
+    num_heads: int,
+    *,
+    activation: str,
+    norms_values: bool,
+    scale: float,
+    eps: float,
+) -> None:
+    """A layer of a decode step in one call: x and its norm become those of the next layer.
+
+    The same kernels as the functions above, one after the other, without Python in between.
+
+    Args:
+        matrices: qkv, out, gate_up, down, as `engines.serve.packed` has them.
+        scales: of the norms of queries and keys, after attention, before and after the
+            feed-forward, and before the next layer.
+        tables: places of new keys [S, K], blocks [S, N] and what of them is seen [S, 2].
+        pools: of keys and values of the layer [.., K, 16, C].
+    """
+    (rows, width), (_, num_kv_heads, _, channels) = x_SD.shape, pools[0].shape
+    tensors = (x_SD, normed_SD, *matrices, *scales, *rope, *tables, *pools)
+    function("decode_layer", "p" * 18 + "i" * 10 + "ff")(
+        *map(address, tensors),
+        *(rows, width, matrices[0].shape[0] // channels, num_heads, num_kv_heads, channels),
+        *(matrices[3].shape[1], tables[1].shape[1], GATES[activation], int(norms_values)),
+        *(scale, eps),
+    )
+
+
+def read_all(words: Tensor) -> int:
+    """The sum of all int64 words, wrapped: as fast as all threads can read memory in order."""
+    total = torch.empty((), dtype=torch.int64)
+    function("read_all", "pip")(words.data_ptr(), words.numel(), total.data_ptr())
+    return int(total)

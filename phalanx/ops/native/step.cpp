@@ -120,4 +120,12 @@ void phalanx_turn_and_store(const bf16* made, const float* scale, const float* c
   }
 }
 
+// Reads every word with all threads, so that its time says how fast memory can be read.
+void phalanx_read_all(const std::uint64_t* words, int64_t count, std::uint64_t* sum) {
+  std::uint64_t total = 0;
+#pragma omp parallel for simd schedule(static) reduction(+ : total)
+  for (int64_t i = 0; i < count; ++i) total += words[i];
+  *sum = total;
+}
+
 }  // extern "C"
