@@ -149,7 +149,8 @@ class Served:
         self.client = EngineClient(settings)
         self.engine = self.client._supervisor = ScriptedEngine(self.client, reply)
         self.client._commands = Commands(self.engine.send, settings.adapters)
-        self.app = create_app(self.client, Tokeniser(folder))
+        self.tokeniser = Tokeniser(folder)
+        self.app = create_app(self.client, self.tokeniser)
 
     def http(self) -> httpx.AsyncClient:
         """A plain client."""

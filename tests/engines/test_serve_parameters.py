@@ -161,3 +161,12 @@ def test_a_body_that_is_no_object_is_refused():
         parse_generate({})
     with pytest.raises(JobError, match=r"sampling\.n: no such parameter"):
         parse_generate({"prompt_token_ids": [1], "sampling": {"n": 2}})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("temperature", -1), ("top_p", math.nan), ("min_p", 1.5), ("top_k", -1), ("seed", 2**64)],
+)
+def test_sampling_that_a_program_makes_has_the_same_ranges(name, value):
+    with pytest.raises(JobError, match=rf"{name} = .*: must lie in"):
+        Sampling(**{"max_new": 1} | {name: value})

@@ -195,3 +195,25 @@ def test_a_connection_that_breaks_ends_the_stream_quietly(served):
         assert served.client.num_live == 0
 
     asyncio.run(call())
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_mistake_of_ours_is_a_500_that_tells_nothing_and_leaves_nothing(served, is_stream):
+    """Not even to a stream, whose pieces are made in tasks of their own."""
+
+    def fail(*_arguments, **_options):
+        raise RuntimeError("secret")
+
+    async def call() -> httpx.Response:
+        transport = httpx.ASGITransport(served.app, raise_app_exceptions=False)
+        async with (
+            asyncio.timeout(30),
+            httpx.AsyncClient(transport=transport, base_url="http://test") as http,
+        ):
+            return await http.post("/v1/completions", json={"prompt": "a", "stream": is_stream})
+
+    served.tokeniser.decode = fail
+    answer = asyncio.run(call())
+    assert answer.status_code == 500 and "secret" not in answer.text
+    assert answer.json()["error"]["type"] == "server_error"
+    assert served.client.num_live == 0

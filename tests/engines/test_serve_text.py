@@ -7,7 +7,7 @@ import json
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from phalanx.engines.serve.settings import ServeSettings
 from phalanx.engines.serve.text import StopFinder, TextStream, Tokeniser
@@ -41,6 +41,51 @@ def test_an_unfinished_character_is_shown_at_the_end(tokeniser):
     stream = TextStream(tokeniser)
     assert [stream.push(token) for token in ids[:-1]] == ["a", "", ""]
     assert stream.flush() == "\ufffd"
+
+
+@pytest.fixture(scope="module")
+def with_spaces(tmp_path_factory) -> Tokeniser:
+    """As the sentencepiece ones: a space begins each word, unknown characters are bytes."""
+    folder = tmp_path_factory.mktemp("spaces")
+    vocabulary = [f"<0x{byte:02X}>" for byte in range(256)] + ["\u2581", "a", "b", "ab", "\u2581a"]
+    vocabulary = {piece: at for at, piece in enumerate(vocabulary)}
+    merges = [("a", "b"), ("\u2581", "a")]
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges, byte_fallback=True))
+    space = normalizers.Replace(" ", "\u2581")
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), space])
+    tokenizer.decoder = decoders.Sequence(
+        [
+            decoders.Replace("\u2581", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return Tokeniser(folder)
+
+
+@given(
+    text=st.text("ab \u20ac\n", max_size=30),
+    context=st.text("ab \u20ac", min_size=1, max_size=6),
+)
+def test_pieces_keep_the_spaces_between_words(with_spaces, text, context):
+    before, both = with_spaces.encode(context), with_spaces.encode(context + text)
+    if both[: len(before)] != before:
+        return  # the text's first character became a part of the context's last token
+    stream = TextStream(with_spaces, before)
+    pieces = [stream.push(token) for token in both[len(before) :]]
+    assert context + "".join(pieces) + stream.flush() == context + text
+    assert "\ufffd" not in "".join(pieces)
+    spelt = [with_spaces.spell(token) for token in both[len(before) :]]
+    if text.isascii() and "\n" not in text:
+        assert "".join(spelt) == text
+
+
+def test_a_damaged_tokenizer_is_named(tmp_path):
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(JobError, match=r"tokenizer\.json: is no tokenizer"):
+        Tokeniser(tmp_path)
 
 
 def test_without_a_tokenizer_only_ids_are_served(tmp_path):

@@ -179,14 +179,14 @@ class Generation:
         Raises:
             PhalanxError: what ended a choice before its time; it ends the others.
         """
-        queue: asyncio.Queue[tuple[Choice, Piece | PhalanxError | None]] = asyncio.Queue()
+        queue: asyncio.Queue[tuple[Choice, Piece | Exception | None]] = asyncio.Queue()
 
         async def feed(choice: Choice) -> None:
             try:
                 async for piece in choice.pieces():
                     queue.put_nowait((choice, piece))
                 queue.put_nowait((choice, None))
-            except PhalanxError as error:
+            except Exception as error:  # raised again where the queue is read
                 queue.put_nowait((choice, error))
 
         tasks = [asyncio.create_task(feed(choice)) for choice in self.choices]
@@ -194,7 +194,7 @@ class Generation:
             num_open = len(tasks)
             while num_open:
                 choice, item = await queue.get()
-                if isinstance(item, PhalanxError):
+                if isinstance(item, Exception):
                     raise item
                 if item is None:
                     num_open -= 1

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from phalanx.engines.serve.settings import MAX_LOGPROBS
+from phalanx.engines.serve.settings import MAX_LOGPROBS, SAMPLING_RANGES
 from phalanx.errors import JobError, nearest_names, shown
 
 Reader = Callable[[str, Any], Any]
@@ -150,8 +150,9 @@ def _top_k(name: str, value: Any) -> int:
     return max(0, whole(-1, _MAX_TOKEN)(name, value))
 
 
-def _repetition(name: str, value: Any) -> float:
-    return number(0.01, 100.0)(name, value)
+def _number_of(name: str) -> Reader:
+    """A number of the range that sampling has for it."""
+    return number(*SAMPLING_RANGES[name])
 
 
 def stream_options(name: str, value: Any) -> dict[str, Any]:
@@ -167,17 +168,17 @@ tokens_to_make = whole(1, _MAX_TOKEN)
 num_logprobs = whole(0, MAX_LOGPROBS)
 
 SAMPLING: Table = {
-    "temperature": (number(0.0, 100.0), 1.0),
-    "top_p": (number(0.0, 1.0), 1.0),
+    "temperature": (_number_of("temperature"), 1.0),
+    "top_p": (_number_of("top_p"), 1.0),
     "top_k": (_top_k, 0),
-    "min_p": (number(0.0, 1.0), 0.0),
+    "min_p": (_number_of("min_p"), 0.0),
     "seed": (whole(-_MAX_SEED, _MAX_SEED), None),
     "stop_token_ids": (_stop_ids, ()),
     "ignore_eos": (boolean, False),
     "min_tokens": (whole(0, _MAX_TOKEN), 0),
-    "presence_penalty": (number(-2.0, 2.0), 0.0),
-    "frequency_penalty": (number(-2.0, 2.0), 0.0),
-    "repetition_penalty": (_repetition, 1.0),
+    "presence_penalty": (_number_of("presence_penalty"), 0.0),
+    "frequency_penalty": (_number_of("frequency_penalty"), 0.0),
+    "repetition_penalty": (_number_of("repetition_penalty"), 1.0),
     "logit_bias": (_bias, ()),
     "prompt_logprobs": (num_logprobs, None),
 }

@@ -159,6 +159,22 @@ def require_servable(settings: ServeSettings) -> DecoderConfig:
     return config
 
 
+# name -> least and largest value
+SAMPLING_RANGES: dict[str, tuple[float, float]] = {
+    "temperature": (0.0, 100.0),
+    "top_p": (0.0, 1.0),
+    "seed": (1 - 2**63, 2**63 - 1 + 2**16),  # choices of one request count on from its seed
+    "num_logprobs": (0, MAX_LOGPROBS),
+    "prompt_logprobs": (0, MAX_LOGPROBS),
+    "top_k": (0, 2**31 - 1),
+    "min_p": (0.0, 1.0),
+    "presence_penalty": (-2.0, 2.0),
+    "frequency_penalty": (-2.0, 2.0),
+    "repetition_penalty": (0.01, 100.0),
+    "min_new": (0, 2**31 - 1),
+}
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sampling:
     """How the tokens of a request are chosen.
@@ -179,6 +195,9 @@ class Sampling:
         repetition_penalty: divides positive and multiplies negative logits of known tokens.
         logit_bias: (token, added to its logit).
         min_new: output tokens before an end-of-sequence or stop token may be chosen.
+
+    Raises:
+        JobError: `serve/request` for a value outside `SAMPLING_RANGES`.
     """
 
     max_new: int
@@ -196,6 +215,13 @@ class Sampling:
     repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()
     min_new: int = 0
+
+    def __post_init__(self) -> None:
+        for name, (low, high) in SAMPLING_RANGES.items():
+            value = getattr(self, name)
+            if value is not None and not low <= value <= high:
+                rule = f"must lie in {low}..{high}"
+                raise JobError("serve/request", name, value, rule, legal=[low, high])
 
 
 # (log probability of the token, the most probable ids, their log probabilities)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Sequence
 from functools import lru_cache
@@ -16,18 +17,23 @@ _BROKEN = "\ufffd"  # what an incomplete character decodes to
 
 
 class Tokeniser:
-    """The tokenizer of a model folder; without a tokenizer.json only token ids can be served."""
+    """The tokenizer of a model folder; without a tokenizer.json only token ids can be served.
+
+    Raises:
+        JobError: `job/syntax` for a tokenizer.json that cannot be read.
+    """
 
     def __init__(self, folder: str | Path) -> None:
-        path = Path(folder) / "tokenizer.json"
-        self._tokenizer = Tokenizer.from_file(str(path)) if path.is_file() else None
-        # some tokenizers drop the space before the first token of a text: spell behind another one
-        self._anchor = (
-            self._tokenizer.encode("a", add_special_tokens=False).ids[-1:] if path.is_file() else []
-        )
+        self._tokenizer = _read_tokenizer(Path(folder) / "tokenizer.json")
+        self._anchor: list[int] = []
+        self._special: frozenset[int] = frozenset()
+        if self._tokenizer is not None:
+            # some drop the space before the first token of a text: spell behind another one
+            with contextlib.suppress(Exception):  # one without unknown tokens may know no "a"
+                self._anchor = self._tokenizer.encode("a", add_special_tokens=False).ids[-1:]
+            added = self._tokenizer.get_added_tokens_decoder()
+            self._special = frozenset(token for token, each in added.items() if each.special)
         self.spell = lru_cache(maxsize=1 << 16)(self._spell)
-        added = self._tokenizer.get_added_tokens_decoder() if self._tokenizer else {}
-        self._special = frozenset(token for token, each in added.items() if each.special)
 
     @property
     def has_text(self) -> bool:
@@ -44,11 +50,15 @@ class Tokeniser:
         """Ids, with the special tokens that the tokenizer adds at the start.
 
         Raises:
-            JobError: `serve/request` without a tokenizer.
+            JobError: `serve/request` without a tokenizer, or for a text that it does not take.
         """
         self.require_text("prompt", "send token ids")
         assert self._tokenizer is not None
-        return self._tokenizer.encode(text, add_special_tokens=add_special).ids
+        try:
+            return self._tokenizer.encode(text, add_special_tokens=add_special).ids
+        except Exception as error:  # the library raises nothing narrower
+            rule = f"the tokenizer does not take it: {error}"
+            raise JobError("serve/request", "prompt", None, rule) from error
 
     def decode(self, tokens: Sequence[int], *, skip_special: bool = True) -> str:
         """Text ("" without a tokenizer)."""
@@ -82,6 +92,16 @@ class Tokeniser:
             return [int(found[1], 16)]
         known = _byte_alphabet()
         return [known[each] for each in piece if each in known]
+
+
+def _read_tokenizer(path: Path) -> Tokenizer | None:
+    if not path.is_file():
+        return None
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises nothing narrower
+        rule = f"is no tokenizer: {str(error).splitlines()[0]}"
+        raise JobError("job/syntax", str(path), None, rule) from error
 
 
 _BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
