@@ -57,7 +57,7 @@ def alone(length: int, sampling: Sampling, adapter: str) -> list[int]:
     kv_tokens=st.sampled_from((96, 144, 0)),
     gone=st.sets(st.integers(0, 6), max_size=3),
 )
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_no_companion_chunk_or_preemption_changes_a_token(asked, gaps, chunk, kv_tokens, gone):
     """`run` sees to it that no request and no block is left."""
     engine = engine_with_adapter(max_tokens=80, kv_tokens=kv_tokens)
