@@ -8,6 +8,8 @@ from phalanx.pages.canvas import BLUE, GREEN, GREY, ORANGE, PINK, RED, SKY, Them
 from phalanx.pages.content import Curves, MemoryStack
 from phalanx.pages.shown import percent, shown
 
+_MARKED = 60  # lines of more points have no marks, and stay small files
+_TOLD = 8  # of more evaluations only the first, the lowest and the last are told
 _TERM_COLOURS = (BLUE, SKY, GREEN, ORANGE, PINK, RED, GREY)
 
 
@@ -16,7 +18,8 @@ def losses(curves: Curves, theme: Theme) -> Any:
     axes.plot(curves.steps, curves.losses, color=SKY, lw=1.1, label="training rows")
     if curves.held_out:
         steps, losses = zip(*curves.held_out)
-        axes.plot(steps, losses, "o-", color=BLUE, lw=2.0, ms=5, label="held-out rows")
+        style = "o-" if len(steps) <= _MARKED else "-"
+        axes.plot(steps, losses, style, color=BLUE, lw=2.0, ms=5, label="held-out rows")
         falls = losses[-1] <= losses[0]
         for at, align, above in ((0, "left", falls), (-1, "right", not falls)):
             axes.annotate(
@@ -35,14 +38,21 @@ def loss_alt(curves: Curves) -> str:
     parts = [f"Training loss from {curves.losses[0]:.4f} at step {curves.steps[0]} "
              f"to {curves.losses[-1]:.4f} at step {curves.steps[-1]}"]  # fmt: skip
     if curves.held_out:
-        told = ", ".join(f"{loss:.4f} after step {step:.0f}" for step, loss in curves.held_out)
+        chosen = list(curves.held_out)
+        if len(chosen) > _TOLD:
+            lowest = min(chosen, key=lambda each: each[1])
+            chosen = sorted({tuple(each) for each in (chosen[0], lowest, chosen[-1])})
+        told = ", ".join(f"{loss:.4f} after step {step:.0f}" for step, loss in chosen)
         parts.append(f"held-out loss {told}")
     return "; ".join(parts) + "."
 
 
 def speed(curves: Curves, theme: Theme) -> Any:
     figure, axes = new_axes(theme, 6.4, 2.5)
-    axes.plot(curves.steps, curves.tokens_per_s, "o-", color=BLUE, lw=1.2, ms=2.5, label="measured")
+    style = "o-" if len(curves.steps) <= _MARKED else "-"
+    axes.plot(
+        curves.steps, curves.tokens_per_s, style, color=BLUE, lw=1.2, ms=2.5, label="measured"
+    )
     if curves.predicted_tokens_per_s:
         axes.axhline(
             curves.predicted_tokens_per_s, color=ORANGE, lw=1.6, ls=(0, (5, 3)), label="predicted"

@@ -158,3 +158,16 @@ def test_colours_of_the_page_follow_the_reader():
     assert "prefers-color-scheme: dark" in text and "@media print" in text
     neutral = {"#000000", "#ffffff", "#010203", "#040506", "#070809", "#0a0b0c"}
     assert not neutral & set(re.findall(r"#[0-9a-f]{6}", svg))
+
+
+def test_long_runs_and_runs_that_diverged_are_drawn_in_small_files():
+    steps = list(range(1, 5001))
+    losses = [8.0 / at**0.1 for at in steps[:-2]] + [float("inf"), float("nan")]
+    held_out = [[at, 8.0 / (1 + at) ** 0.1] for at in range(0, 5001, 10)]
+    curves = Curves(steps=steps, losses=losses, tokens_per_s=losses[:1] * 5000, held_out=held_out)
+    made = page(curves=curves, memory=None, timeline=None)
+    drawn = pictures(made)
+    assert Elements(render_html(made, drawn)).names >= {"svg"}
+    assert all(each.svg and len(each.svg) < 150_000 for each in drawn)
+    assert "to nan at step 5000" in drawn[0].alt and len(drawn[0].alt) < 300
+    assert all(each.png and len(each.png) < 300_000 for each in drawn)
