@@ -16,6 +16,7 @@ import openai
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
 from phalanx.engines.serve.app import create_app
+from phalanx.engines.serve.chat import ChatRenderer
 from phalanx.engines.serve.client import EngineClient
 from phalanx.engines.serve.commands import Commands
 from phalanx.engines.serve.settings import ServeSettings
@@ -150,7 +151,7 @@ class Served:
         self.engine = self.client._supervisor = ScriptedEngine(self.client, reply)
         self.client._commands = Commands(self.engine.send, settings.adapters)
         self.tokeniser = Tokeniser(folder)
-        self.app = create_app(self.client, self.tokeniser)
+        self.app = create_app(self.client, self.tokeniser, ChatRenderer.from_folder(folder))
 
     def http(self) -> httpx.AsyncClient:
         """A plain client."""

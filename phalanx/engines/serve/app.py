@@ -24,14 +24,9 @@ _ID_CHARACTERS = frozenset((string.ascii_letters + string.digits + "-_.:").encod
 _MAX_ID_BYTES = 128
 
 
-def create_app(client: EngineClient, tokeniser: Tokeniser) -> FastAPI:
-    """The application in front of a running engine.
-
-    Raises:
-        JobError: `job/syntax` for a chat template of the model folder that is none.
-    """
+def create_app(client: EngineClient, tokeniser: Tokeniser, renderer: ChatRenderer) -> FastAPI:
+    """The application in front of a running engine, with what its model folder says of text."""
     app = FastAPI(title="Phalanx", docs_url=None, redoc_url=None, openapi_url=None)
-    renderer = ChatRenderer.from_folder(client.settings.folder)
     routes = StateRoutes(client).table | TextRoutes(client, tokeniser, renderer).table
     if client.settings.admin:
         routes |= AdminRoutes(client).table

@@ -25,6 +25,7 @@ import uvicorn
 
 from phalanx.cost.serving import ServeRates
 from phalanx.engines.serve.app import create_app
+from phalanx.engines.serve.chat import ChatRenderer
 from phalanx.engines.serve.client import EngineClient
 from phalanx.engines.serve.settings import ServeSettings, require_servable
 from phalanx.engines.serve.text import Tokeniser
@@ -134,7 +135,7 @@ async def serve(
         WorldError: `serve/engine` when the engine ended too often in a row.
     """
     require_servable(settings)
-    tokeniser = Tokeniser(settings.folder)
+    tokeniser, renderer = Tokeniser(settings.folder), ChatRenderer.from_folder(settings.folder)
     sock = listen(settings)
     try:
         client = await EngineClient.start(settings)
@@ -144,7 +145,7 @@ async def serve(
     host, port = sock.getsockname()[:2]
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     config = uvicorn.Config(
-        create_app(client, tokeniser),
+        create_app(client, tokeniser, renderer),
         log_level="warning",
         access_log=False,
         timeout_graceful_shutdown=_FLUSH_S,
