@@ -118,6 +118,7 @@ def _show_comparison(priced: PricedJob) -> None:
         "Loading, compiling, evaluation and failures are not in it",
         hang=2,
     )
+    write("cost: that time at the list price of the devices alone (--explain: provider and date)\n")
 
 
 def _overlap(a: Sequence[float], b: Sequence[float]) -> bool:
