@@ -41,7 +41,7 @@ def loss_alt(curves: Curves) -> str:
         chosen = list(curves.held_out)
         if len(chosen) > _TOLD:
             lowest = min(chosen, key=lambda each: each[1])
-            chosen = sorted({tuple(each) for each in (chosen[0], lowest, chosen[-1])})
+            chosen = [each for each in chosen if each in (chosen[0], lowest, chosen[-1])]
         told = ", ".join(f"{loss:.4f} after step {step:.0f}" for step, loss in chosen)
         parts.append(f"held-out loss {told}")
     return "; ".join(parts) + "."
