@@ -260,7 +260,7 @@ def stages(report: Report) -> list[Stage]:
     ]
     if whole > known > 0.0:
         rest = whole - known
-        name = "everything else (starting processes, reading, serving)"
+        name = "everything else (starting processes, reading)"
         found.append(Stage(name, rest, rest / whole, ""))
     return found
 
