@@ -192,7 +192,7 @@ def _timeline(summary: Summary, measured: Trace) -> Timeline:
         notes.append("Simulated: a typical step, its micro-batches and ranks alike.")
         if not forecast.trace.notes["overlaps"]:
             notes.append(
-                "Collectives take turns with computing, as both need the processor's cores."
+                "In it collectives take turns with computing, as both need the processor's cores."
             )
         if forecast.why:
             notes.append(f"{forecast.why[0].upper()}{forecast.why[1:]}.")
