@@ -1,4 +1,4 @@
-"""The choice from a vocabulary without its logits: product, soft-cap and the best few, fused.
+"""Logits, and the choice of the best few without them: product and selection in one pass.
 
 Legend: R rows, D model, V vocabulary, v a tile of it, N candidates.
 """
@@ -59,19 +59,36 @@ def best(
     return _computed(hidden_RD, head_VD, count, soft_cap)
 
 
+def logits(hidden_RD: Tensor, head_VD: Tensor, soft_cap: float | None = None) -> Tensor:
+    """All capped logits [R, V], in at least float32.
+
+    For bfloat16 on CPUs they are the sums that `greedy` and `best` compare, bit for bit, and a row
+    depends on no other. Elsewhere they are rounded to the weights' dtype first.
+    """
+    if not _serves(hidden_RD, head_VD):
+        return _capped(F.linear(hidden_RD, head_VD), soft_cap)
+    parts = hidden_RD.split(native.MOST_ROWS)
+    found = [native.packed_linear(part, head_VD, torch.float32) for part in parts]
+    return _capped(found[0] if len(found) == 1 else torch.cat(found), soft_cap)
+
+
+def _serves(hidden_RD: Tensor, head_VD: Tensor) -> bool:
+    is_whole = hidden_RD.shape[0] > 0 and head_VD.is_contiguous()
+    return is_whole and native.serves(hidden_RD, head_VD)
+
+
 def _computed(
     hidden_RD: Tensor, head_VD: Tensor, count: int, soft_cap: float | None
 ) -> tuple[Tensor, Tensor]:
-    is_served = count <= native.MOST_CANDIDATES and native.serves(hidden_RD, head_VD)
-    if not is_served or not hidden_RD.shape[0] or not head_VD.is_contiguous():
+    if count > native.MOST_CANDIDATES or not _serves(hidden_RD, head_VD):
         logits_RN, tokens_RN = best_by_tiles(hidden_RD, head_VD, count)
-        return _capped(logits_RN, soft_cap), tokens_RN
-    if hidden_RD.shape[0] <= native.MOST_ROWS:
-        return native.vocabulary_best(hidden_RD, head_VD, count, soft_cap)
-    parts = hidden_RD.split(native.MOST_ROWS)
-    pairs = [native.vocabulary_best(part, head_VD, count, soft_cap) for part in parts]
-    logits, tokens = zip(*pairs)
-    return torch.cat(logits), torch.cat(tokens)
+    else:
+        parts = hidden_RD.split(native.MOST_ROWS)
+        pairs = [native.vocabulary_best(part, head_VD, count) for part in parts]
+        logits_RN, tokens_RN = (
+            torch.cat(each) if len(parts) > 1 else each[0] for each in zip(*pairs)
+        )
+    return _capped(logits_RN, soft_cap), tokens_RN
 
 
 def _capped(logits: Tensor, soft_cap: float | None) -> Tensor:

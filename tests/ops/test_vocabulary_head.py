@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.ops import native
-from phalanx.ops.vocabulary_head import best, greedy, registered
+from phalanx.ops.vocabulary_head import best, greedy, logits, registered
 from tests.ops.levels import LEVELS, at_each_level, drawn
 
 FORMS = [*LEVELS, "reference"]
@@ -126,6 +126,27 @@ def test_a_row_depends_on_no_other(level):
             some_logits, some_tokens = best(hidden_RD[rows], head_VD, 8)
             assert torch.equal(some_logits, logits_RN[rows])
             assert torch.equal(some_tokens, tokens_RN[rows])
+
+
+@at_each_level
+@pytest.mark.parametrize("rows", [1, 17, 70])
+def test_all_logits_are_those_that_the_best_were_chosen_from(level, rows):
+    torch.manual_seed(8)
+    hidden_RD, head_VD = drawn(rows, 100), drawn(9001, 100)
+    with native.level(level):
+        all_RV = logits(hidden_RD, head_VD)
+        logits_RN, tokens_RN = best(hidden_RD, head_VD, 9)
+        assert torch.equal(all_RV.gather(1, tokens_RN), logits_RN)
+        assert torch.equal(logits(hidden_RD[-1:], head_VD), all_RV[-1:])
+    assert all_RV.dtype == torch.float32 and torch.equal(all_RV.topk(9).values, logits_RN)
+
+
+def test_logits_without_kernels_are_the_products():
+    torch.manual_seed(9)
+    hidden_RD, head_VD = torch.randn(3, 20), torch.randn(50, 20)
+    raw_RV = hidden_RD @ head_VD.T
+    torch.testing.assert_close(logits(hidden_RD, head_VD), raw_RV)
+    torch.testing.assert_close(logits(hidden_RD, head_VD, 2.0), 2.0 * torch.tanh(raw_RV / 2.0))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -166,10 +166,8 @@ class PackedDecoder:
 
     @torch.inference_mode()
     def logits(self, hidden_SD: Tensor) -> Tensor:
-        """Logits [S, V] in the weights' dtype; pass only the rows that are needed."""
-        logits_SV = F.linear(hidden_SD, self.weights.head)
-        cap = self.config.logit_soft_cap
-        return logits_SV if cap is None else cap * torch.tanh(logits_SV / cap)
+        """Logits [S, V], as `ops.vocabulary_head.logits`; pass only the rows that are needed."""
+        return vocabulary_head.logits(hidden_SD, self.weights.head, self.config.logit_soft_cap)
 
     @torch.inference_mode()
     def greedy(self, hidden_RD: Tensor) -> tuple[Tensor, Tensor]:

@@ -44,6 +44,9 @@ struct Level {
   // y[s, f] of the rows first .. last - 1 of w; first is a multiple of kBlockRows.
   void (*linear)(Matrix w, const void* x, std::int64_t rows, std::int64_t first, std::int64_t last,
                  bf16* y);
+  // The same without rounding.
+  void (*linear_wide)(Matrix w, const void* x, std::int64_t rows, std::int64_t first,
+                      std::int64_t last, float* y);
   // The largest products of each x with the rows first .. last - 1 of w: values and places
   // [rows, count], falling, equal ones in order of place; count <= last - first.
   void (*best)(Matrix w, const void* x, std::int64_t rows, std::int64_t first, std::int64_t last,

@@ -38,17 +38,21 @@ inline __attribute__((always_inline)) void stored(Floats value, float* at) {
   __builtin_memcpy(at, &value, sizeof value);
 }
 
-void linear(Matrix w, const void* x, int64_t rows, int64_t first, int64_t last, bf16* y) {
+inline void put(float value, bf16& to) { to = narrow(value); }
+inline void put(float value, float& to) { to = value; }
+
+template <typename Out>
+void linear(Matrix w, const void* x, int64_t rows, int64_t first, int64_t last, Out* y) {
   alignas(64) float out[kBlockRows * kMostRows];
   const int64_t width = columns_of(rows);
   for (int64_t f = first; f < last; f += kBlockRows) {
     const int64_t count = least(kBlockRows, last - f);
     products(w.at + f * w.columns, w.columns, count, w.columns, x, rows, out);
     for (int64_t s = 0; s < rows; ++s) {
-      bf16* to = y + s * w.rows + f;
+      Out* to = y + s * w.rows + f;
       const float* from = out + s;
 #pragma omp simd
-      for (int64_t i = 0; i < count; ++i) to[i] = narrow(from[i * width]);
+      for (int64_t i = 0; i < count; ++i) put(from[i * width], to[i]);
     }
   }
 }
@@ -221,8 +225,9 @@ void attend(const AttentionPart& part, void* packed, float* weighted, float* pea
 
 }  // namespace
 
-#define PHALANX_LEVEL(function, title)                                                    \
-  extern "C" const Level* function() {                                                    \
-    static const Level level{title, enter, leave, packed_bytes, pack, linear, best, attend}; \
-    return &level;                                                                        \
+#define PHALANX_LEVEL(function, title)                                                   \
+  extern "C" const Level* function() {                                                   \
+    static const Level level{title,       enter,         leave, packed_bytes, pack,      \
+                             linear<bf16>, linear<float>, best,  attend};                \
+    return &level;                                                                       \
   }

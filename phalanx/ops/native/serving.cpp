@@ -112,7 +112,26 @@ bool goes_before(const Candidate& a, const Candidate& b) {
   return x > y || (x == y && a.place < b.place);
 }
 
-float capped(float value, float cap) { return cap == 0.0f ? value : cap * std::tanh(value / cap); }
+// y [rows, outputs] = x w^T, cut into parts of about kPartBytes of w.
+template <typename Out>
+void product(const bf16* x, const bf16* w, Out* y, int64_t rows, int64_t outputs, int64_t columns,
+             void (*Level::*part)(Matrix, const void*, int64_t, int64_t, int64_t, Out*)) {
+  static thread_local Room room;
+  const Level& by = level();
+  const Matrix matrix{w, outputs, columns};
+  void* packed = room.of<char>(by.packed_bytes(rows, columns));
+  by.pack(x, rows, columns, packed);
+  const int64_t step =
+      (std::max(kPartBytes / (2 * columns), int64_t{1}) + kBlockRows - 1) / kBlockRows * kBlockRows;
+#pragma omp parallel if (2 * outputs * columns > kSerialBytes)
+  {
+    by.enter();
+#pragma omp for schedule(dynamic, 1)
+    for (int64_t first = 0; first < outputs; first += step)
+      (by.*part)(matrix, packed, rows, first, std::min(first + step, outputs), y);
+    by.leave();
+  }
+}
 
 // A head's parts, each (peaks, sums of weights, weighted values) of `group` heads and `step` floats
 // from the one before; `at` is the first one's peak.
@@ -148,27 +167,18 @@ void phalanx_choose_level(int64_t at) { chosen = at < 0 ? nullptr : levels()[at]
 // y [rows, outputs] = x [rows, columns] w [outputs, columns]^T for at most kMostRows rows.
 void phalanx_packed_linear(const bf16* x, const bf16* w, bf16* y, int64_t rows, int64_t outputs,
                            int64_t columns) {
-  static thread_local Room room;
-  const Level& by = level();
-  const Matrix matrix{w, outputs, columns};
-  void* packed = room.of<char>(by.packed_bytes(rows, columns));
-  by.pack(x, rows, columns, packed);
-  const int64_t step =
-      (std::max(kPartBytes / (2 * columns), int64_t{1}) + kBlockRows - 1) / kBlockRows * kBlockRows;
-#pragma omp parallel if (2 * outputs * columns > kSerialBytes)
-  {
-    by.enter();
-#pragma omp for schedule(dynamic, 1)
-    for (int64_t first = 0; first < outputs; first += step)
-      by.linear(matrix, packed, rows, first, std::min(first + step, outputs), y);
-    by.leave();
-  }
+  product(x, w, y, rows, outputs, columns, &Level::linear);
 }
 
-// The `count` largest of x w^T per row in falling order, capped, and their places in w.
+// The same without rounding.
+void phalanx_packed_linear_wide(const bf16* x, const bf16* w, float* y, int64_t rows,
+                                int64_t outputs, int64_t columns) {
+  product(x, w, y, rows, outputs, columns, &Level::linear_wide);
+}
+
+// The `count` largest of x w^T per row in falling order, and their places in w.
 void phalanx_vocabulary_best(const bf16* x, const bf16* w, float* values, int64_t* places,
-                             int64_t rows, int64_t tokens, int64_t columns, int64_t count,
-                             float cap) {
+                             int64_t rows, int64_t tokens, int64_t columns, int64_t count) {
   static thread_local Room room;
   static thread_local std::vector<float> some_values;
   static thread_local std::vector<int64_t> some_places;
@@ -203,7 +213,7 @@ void phalanx_vocabulary_best(const bf16* x, const bf16* w, float* values, int64_
     }
     std::partial_sort(row.begin(), row.begin() + count, row.end(), goes_before);
     for (int64_t i = 0; i < count; ++i) {
-      values[s * count + i] = capped(row[i].value, cap);
+      values[s * count + i] = row[i].value;
       places[s * count + i] = row[i].place;
     }
   }

@@ -55,28 +55,26 @@ def level(name: str) -> Iterator[None]:
         choose(-1)
 
 
-def packed_linear(x_SD: Tensor, weight_FD: Tensor) -> Tensor:
-    """x W^T [S, F] for at most `MOST_ROWS` rows."""
+def packed_linear(x_SD: Tensor, weight_FD: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """x W^T [S, F] for at most `MOST_ROWS` rows, rounded once, or as float32."""
     (rows, columns), outputs = x_SD.shape, weight_FD.shape[0]
-    y_SF = torch.empty((rows, outputs), dtype=torch.bfloat16)
+    y_SF = torch.empty((rows, outputs), dtype=dtype)
     x_SD = x_SD.contiguous()
-    function("packed_linear", "pppiii")(
+    name = "packed_linear" if dtype == torch.bfloat16 else "packed_linear_wide"
+    function(name, "pppiii")(
         *(x_SD.data_ptr(), weight_FD.data_ptr(), y_SF.data_ptr()), rows, outputs, columns
     )
     return y_SF
 
 
-def vocabulary_best(
-    hidden_RD: Tensor, head_VD: Tensor, count: int, soft_cap: float | None
-) -> tuple[Tensor, Tensor]:
-    """The largest capped logits [R, N], float32, in falling order, and their tokens, int64."""
+def vocabulary_best(hidden_RD: Tensor, head_VD: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The largest logits [R, N], float32, in falling order, and their tokens, int64."""
     (rows, columns), tokens = hidden_RD.shape, head_VD.shape[0]
     hidden_RD = hidden_RD.contiguous()
     logits_RN = torch.empty((rows, count), dtype=torch.float32)
     tokens_RN = torch.empty((rows, count), dtype=torch.int64)
-    function("vocabulary_best", "ppppiiiif")(
-        *map(address, (hidden_RD, head_VD, logits_RN, tokens_RN)),
-        *(rows, tokens, columns, count, soft_cap or 0.0),
+    function("vocabulary_best", "ppppiiii")(
+        *map(address, (hidden_RD, head_VD, logits_RN, tokens_RN)), rows, tokens, columns, count
     )
     return logits_RN, tokens_RN
 
