@@ -124,6 +124,12 @@ def test_wrong_conversations_are_named(renderer, change, words):
     assert caught.value.code == "serve/request" and len(str(caught.value).splitlines()) == 1
 
 
+def test_a_template_that_is_none_is_named(tmp_path):
+    folder = write_folder(tmp_path / "broken", template="{% if %}")
+    with pytest.raises(JobError, match="chat_template:1: is no jinja2 template"):
+        ChatRenderer.from_folder(folder)
+
+
 def test_a_folder_without_a_template_says_so(tmp_path):
     served = Served(write_folder(tmp_path / "plain", template=""), lambda _: [5])
     with pytest.raises(openai.BadRequestError, match="has no chat template; use /v1/completions"):

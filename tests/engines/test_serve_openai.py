@@ -208,6 +208,10 @@ def test_adapters_are_models(folder):
         return [model.id async for model in client.models.list()]
 
     assert asyncio.run(served.use(listed)) == ["tiny", "small"]
+    small = asyncio.run(served.use(lambda client: client.models.retrieve("small")))
+    assert (small.id, small.parent) == ("small", "tiny")
+    with pytest.raises(openai.NotFoundError, match="nearest legal values: tiny, small"):
+        asyncio.run(served.use(lambda client: client.models.retrieve("large")))
     answer = complete(served, model="small")
     assert (answer.model, answer.system_fingerprint) == ("small", "tiny@0+small@0")
     assert [message["adapter"] for message in served.engine.added] == ["small"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, MutableMapping
 from typing import Any
 
 from starlette.requests import Request
@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse, Response
 from phalanx.engines.serve.forms import Form
 from phalanx.engines.serve.generation import Generation
 from phalanx.engines.serve.parameters import refuse_constant, wrong
-from phalanx.errors import JobError, PhalanxError, WorldError
+from phalanx.errors import JobError, PhalanxError, WorldError, shown
 
 MAX_BODY_BYTES = 32 << 20
 _CLIENT_GONE = 499  # nobody reads it
@@ -25,7 +25,16 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 
 
 class UnknownModelError(JobError):
-    """A model that is not served here: the interface answers it with 404."""
+    """A model that is not served here, which the interface answers with 404.
+
+    Args:
+        model: what was asked for.
+        served: what could be.
+    """
+
+    def __init__(self, model: str, served: Iterable[str]) -> None:
+        rule = "is not served here"
+        super().__init__("serve/request", "model", shown(model), rule, legal=served)
 
 
 def status_of(error: PhalanxError) -> int:

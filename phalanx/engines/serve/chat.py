@@ -76,11 +76,13 @@ def _messages(name: str, value: Any) -> tuple[Message, ...]:
     return tuple(_message(f"{name}[{index}]", each) for index, each in enumerate(value))
 
 
+def _below(at: str, reader: Reader) -> Reader:
+    """The reader of an entry, which names the whole path."""
+    return lambda name, value: reader(f"{at}.{name}", value)
+
+
 def _message(at: str, value: Any) -> Message:
-    table: Table = {
-        key: (lambda _, given, key=key, reader=reader: reader(f"{at}.{key}", given), None)
-        for key, reader in _MESSAGE.items()
-    }
+    table: Table = {key: (_below(at, reader), None) for key, reader in _MESSAGE.items()}
     given = {key: each for key, each in read(value, table, where=at).items() if each is not None}
     role, content = given.pop("role", None), given.pop("content", None)
     role = "system" if role == _DEVELOPER else role

@@ -91,7 +91,8 @@ class Choice:
             self.close()
 
     def _prompt_piece(self) -> Piece:
-        scores = [None, *self.prompt_scores] if self.prompt_scores else [None] * len(self.prompt)
+        scores: list[TokenScore | None] = [None] * len(self.prompt)
+        scores[1 : 1 + len(self.prompt_scores)] = self.prompt_scores
         text = self._tokeniser.decode(self.prompt, skip_special=self._asked.skip_special)
         return Piece(text, list(self.prompt), scores)
 

@@ -12,7 +12,7 @@ from phalanx.engines.serve.settings import MAX_LOGPROBS, SAMPLING_RANGES
 from phalanx.errors import JobError, nearest_names, shown
 
 Reader = Callable[[str, Any], Any]
-Table = Mapping[str, tuple[Reader, Any]]
+Table = dict[str, tuple[Reader, Any]]
 
 MAX_CHOICES = 128
 _MAX_SEED = 2**63 - 1

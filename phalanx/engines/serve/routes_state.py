@@ -8,6 +8,7 @@ from typing import Any
 from starlette.responses import JSONResponse, Response
 
 import phalanx
+from phalanx.engines.serve.answers import UnknownModelError
 from phalanx.engines.serve.client import EngineClient
 
 
@@ -26,6 +27,7 @@ class StateRoutes:
         """Path -> method and handler."""
         return {
             "/v1/models": ("GET", self.models),
+            "/v1/models/{name:path}": ("GET", self.model),
             "/health": ("GET", self.health),
             "/ping": ("GET", self.health),
             "/live": ("GET", self.live),
@@ -36,19 +38,30 @@ class StateRoutes:
 
     async def models(self) -> Response:
         """GET the base model and the adapters that can be asked for by name."""
+        return JSONResponse({"object": "list", "data": list(self._models().values())})
+
+    async def model(self, name: str) -> Response:
+        """GET one of them."""
+        models = self._models()
+        if name not in models:
+            raise UnknownModelError(name, models)
+        return JSONResponse(models[name])
+
+    def _models(self) -> dict[str, dict[str, Any]]:
         settings = self._client.settings
-        common = {
-            "object": "model",
-            "created": 0,
-            "owned_by": "phalanx",
-            "max_model_len": settings.max_tokens,
+        base = settings.model_name
+        return {
+            name: {
+                "id": name,
+                "object": "model",
+                "created": 0,
+                "owned_by": "phalanx",
+                "root": name,
+                "parent": None if name == base else base,
+                "max_model_len": settings.max_tokens,
+            }
+            for name in (base, *self._client.adapters)
         }
-        base = {"id": settings.model_name, "root": settings.model_name, "parent": None} | common
-        adapters = [
-            {"id": name, "root": name, "parent": settings.model_name} | common
-            for name in self._client.adapters
-        ]
-        return JSONResponse({"object": "list", "data": [base, *adapters]})
 
     async def health(self) -> Response:
         """GET 200 while the engine's loop makes progress, else 503 with the reason."""

@@ -17,7 +17,7 @@ from phalanx.engines.serve.generation import Generation, tokens_of
 from phalanx.engines.serve.parameters import Table, boolean, read, text, token_ids, wrong
 from phalanx.engines.serve.protocol import Asked, parse_completion, parse_generate
 from phalanx.engines.serve.text import Tokeniser
-from phalanx.errors import JobError, shown
+from phalanx.errors import JobError
 
 _TEXT: Table = {
     "model": (text, None),
@@ -128,8 +128,7 @@ class TextRoutes:
         names = [self._name, *self._client.adapters]
         if model in names:
             return str(model)
-        rule = "is not served here"
-        raise UnknownModelError("serve/request", "model", shown(model), rule, legal=names)
+        raise UnknownModelError(str(model), names)
 
     def _require_ids(self, asked: Asked) -> None:
         """Ids beside the prompt's, which the engine looks at for every token."""
