@@ -22,7 +22,7 @@ import pandas as pd
 
 from phalanx.cost.cluster_step import DeviceRates, operator_groups, step_seconds
 from phalanx.cost.local_shapes import local_config
-from phalanx.cost.step_memory import units_of
+from phalanx.cost.step_memory import memory_terms, units_of
 from phalanx.cost.training import Workload
 from phalanx.errors import PhalanxError
 from phalanx.hardware import read_machine
@@ -100,8 +100,8 @@ def published_step_s(row: pd.Series, config: DecoderConfig) -> float:
     return float(flops / (row.tflops_per_device * 1e12 * row.n_devices))
 
 
-def efficiency(row: pd.Series, fp8_gain: dict[str, float]) -> float:
-    """Formula over published step time."""
+def compared(row: pd.Series, fp8_gain: dict[str, float]) -> tuple[float, bool | None]:
+    """Formula over published step time, and whether a run with FSDP is said to fit."""
     require(row.status == "ok", "failed")
     require(row.workload in ("pretrain", "sft", "lora"), "not training")
     require("memory" not in str(row.source_check), "from memory")
@@ -150,7 +150,13 @@ def efficiency(row: pd.Series, fp8_gain: dict[str, float]) -> float:
         config, work, groups, units, specs, rates, mesh=mesh, recompute=recompute
     )
     require(formula.total_s <= step_s, "faster than the roofline")
-    return formula.total_s / step_s
+    fits = None
+    if shard > 1:
+        always = build("data", {"name": "fsdp", "reduce_every_item": True})
+        kept = units_of(local, work, [always], mesh, 4)
+        peak_bytes = sum(memory_terms(local, work, kept, recompute=recompute).values())
+        fits = peak_bytes <= read_machine(name).usable_bytes
+    return formula.total_s / step_s, fits
 
 
 def class_of(row: pd.Series) -> str:
@@ -177,16 +183,20 @@ def main(training: str, accelerators: str, out: str) -> None:
     }
     fp8_gain = {name: gain for name, gain in fp8_gain.items() if gain == gain}
     unused: Counter[str] = Counter()
+    memory: dict[str, Counter[str]] = defaultdict(Counter)
     found: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for _, row in pd.read_csv(training, low_memory=False).iterrows():
         try:
-            value = efficiency(row, fp8_gain)
+            value, fits = compared(row, fp8_gain)
         except Unused as reason:
             unused[str(reason)] += 1
         except (PhalanxError, ValueError) as error:
             unused[f"{type(error).__name__}: no such plan"] += 1
         else:
             found[class_of(row)][row.source_id].append(value)
+            if fits is not None:
+                memory[row.source_id]["ran"] += 1
+                memory[row.source_id]["said to fit"] += fits
     classes = {}
     for name, sources in sorted(found.items()):
         values = [each for rows in sources.values() for each in rows]
@@ -204,6 +214,7 @@ def main(training: str, accelerators: str, out: str) -> None:
         "what": "formula / published step time; see benchmarks/cluster_efficiency.py",
         "table": Path(training).name,
         "classes": classes,
+        "fsdp_runs": {source: dict(counts) for source, counts in memory.items()},
         "rows_not_used": dict(unused.most_common()),
     }
     Path(out).write_text(json.dumps(document, indent=1) + "\n")
