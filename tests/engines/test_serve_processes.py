@@ -33,7 +33,7 @@ from phalanx.errors import JobError, PlanError
 from phalanx.models.peft_folder import save_adapter
 from phalanx.models.spec import LoraSpec, lora_tensors
 from tests.engines.serve_cases import CONFIG, prompt_of, write_model
-from tests.engines.serve_clients import OPTIONS, ask, expected, wait_until, write_text_model
+from tests.engines.serve_clients import OPTIONS, ask, expected, wait_until
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(120)]
 BLOCKING_PROMPT = prompt_of(13)
@@ -55,7 +55,8 @@ class Blocking(Continuous):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    return write_text_model(tmp_path_factory.mktemp("processes") / "tiny")
+    """A model without a tokenizer."""
+    return write_model(tmp_path_factory.mktemp("processes") / "tiny")
 
 
 @pytest.fixture(scope="module")
@@ -180,6 +181,17 @@ def require_recovery(
     assert answer_of(server) == answer
     assert metric(server, "engine_restarts_total") == restarts + 1
     assert metric(server, "engine_up") == 1
+
+
+def test_a_model_without_a_tokenizer_serves_token_ids(server):
+    assert server.engine["kv_tokens"] >= 3 * 128 and f"{server.url}:" in server.sentence
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+    choice = ask(client, prompt_of(9), logprobs=0).choices[0]
+    assert choice.token_ids == expected(prompt_of(9), 12) and choice.text == ""
+    assert choice.logprobs.tokens == [f"token_id:{token}" for token in choice.token_ids]
+    for wrong, words in (({"prompt": "a"}, "send token ids"), ({"stop": "a"}, "stop_token_ids")):
+        with pytest.raises(openai.BadRequestError, match=words):
+            ask(client, **{"prompt": [5]} | wrong)
 
 
 # ---- an engine that ends -------------------------------------------------------------------------
@@ -337,21 +349,6 @@ def test_the_sentence_by_hand(folder):
 
 
 # ---- what is refused -----------------------------------------------------------------------------
-
-
-def test_a_model_without_a_tokenizer_serves_token_ids(tmp_path):
-    with start_server(write_model(tmp_path / "bare"), **OPTIONS) as server:
-        assert server.engine["kv_tokens"] >= 3 * 128 and f"{server.url}:" in server.sentence
-        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
-        choice = ask(client, prompt_of(9), model="bare", logprobs=0).choices[0]
-        assert choice.token_ids == expected(prompt_of(9), 12) and choice.text == ""
-        assert choice.logprobs.tokens == [f"token_id:{token}" for token in choice.token_ids]
-        for wrong, words in (
-            ({"prompt": "a"}, "send token ids"),
-            ({"stop": "a"}, "stop_token_ids"),
-        ):
-            with pytest.raises(openai.BadRequestError, match=words):
-                ask(client, **{"prompt": [5], "model": "bare"} | wrong)
 
 
 def test_a_taken_port_is_named_before_anything_starts(folder):
