@@ -25,16 +25,13 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 
 
 class UnknownModelError(JobError):
-    """A model that is not served here, which the interface answers with 404.
+    """A model that is not served here, which the interface answers with 404."""
 
-    Args:
-        model: what was asked for.
-        served: what could be.
-    """
 
-    def __init__(self, model: str, served: Iterable[str]) -> None:
-        rule = "is not served here"
-        super().__init__("serve/request", "model", shown(model), rule, legal=served)
+def unknown_model(model: str, served: Iterable[str]) -> UnknownModelError:
+    """The error, with what could be asked for."""
+    rule = "is not served here"
+    return UnknownModelError("serve/request", "model", shown(model), rule, legal=served)
 
 
 def status_of(error: PhalanxError) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 from starlette.responses import JSONResponse, Response
 
 import phalanx
-from phalanx.engines.serve.answers import UnknownModelError
+from phalanx.engines.serve.answers import unknown_model
 from phalanx.engines.serve.client import EngineClient
 
 
@@ -44,7 +44,7 @@ class StateRoutes:
         """GET one of them."""
         models = self._models()
         if name not in models:
-            raise UnknownModelError(name, models)
+            raise unknown_model(name, models)
         return JSONResponse(models[name])
 
     def _models(self) -> dict[str, dict[str, Any]]:

@@ -9,7 +9,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from phalanx.engines.serve.answers import UnknownModelError, answer, read_json
+from phalanx.engines.serve.answers import answer, read_json, unknown_model
 from phalanx.engines.serve.chat import CHAT_TEXT, ChatRenderer, parse_chat
 from phalanx.engines.serve.client import EngineClient
 from phalanx.engines.serve.forms import ChatForm, CompletionForm, Form, TokenForm
@@ -128,7 +128,7 @@ class TextRoutes:
         names = [self._name, *self._client.adapters]
         if model in names:
             return str(model)
-        raise UnknownModelError(str(model), names)
+        raise unknown_model(str(model), names)
 
     def _require_ids(self, asked: Asked) -> None:
         """Ids beside the prompt's, which the engine looks at for every token."""
