@@ -4,8 +4,8 @@ Every draw is a function of (seed, position in the request) alone, so neither co
 batch nor a preemption change it, and no generator has to be kept or moved. How a row is computed
 depends on its own request alone, too: greedy rows and rows whose cut leaves few candidates
 (`top_k`, or a `min_p` that the last candidate misses) never see whole logits. A nucleus (`top_p`)
-alone needs the sum over the whole vocabulary, and with it whole logits; so do penalties, bias and
-bans.
+alone needs the sum over the whole vocabulary, and with it whole logits; so do penalties, bias, bans
+and log probabilities. The compiled head gives the same sums, bit for bit, either way.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from phalanx.engines.serve.draws import NUM_CANDIDATES, Draw, draw_cut, draw_whole
-from phalanx.engines.serve.logit_rules import rules_of
+from phalanx.engines.serve.logit_rules import LogitRules, rules_of
 from phalanx.engines.serve.settings import Request, Sampling, TokenScore
 from phalanx.models.spec import DecoderConfig
 
@@ -60,30 +60,49 @@ def choose(
     for row, token in zip(few, _from_candidates(model, hidden_RD, few, requests)):
         tokens[row] = token
     many = [row for row, token in enumerate(tokens) if token < 0]
-    scored = [row for row, each in enumerate(requests) if each.sampling.num_logprobs is not None]
-    whole = sorted({*many, *scored})
-    if not whole:
-        return [(token, None) for token in tokens]
-    logits_RV = model.logits(hidden_RD[whole]).float()
-    place = {row: at for at, row in enumerate(whole)}
-    changed_RV = logits_RV[
-        [place[row] for row in many]
-    ]  # a copy: scores are of what the model gave
-    for logits_V, row in zip(changed_RV, many):
-        if (rule := rules[row]) is not None:
-            rule.apply_(logits_V, requests[row])
-    for row, token in zip(many, _from_logits(changed_RV, [requests[row] for row in many])):
-        tokens[row] = token
-    num_best = max((requests[row].sampling.num_logprobs or 0 for row in scored), default=0)
-    scored_RV = logits_RV[[place[row] for row in scored]]
-    scores = dict(zip(scored, score(scored_RV, [tokens[row] for row in scored], num_best)))
+    scores: dict[int, TokenScore] = {}
+    if many:
+        logits_RV = model.logits(hidden_RD[many]).float()
+        changed_RV = _under_rules(logits_RV, [rules[row] for row in many], requests, many)
+        for row, token in zip(many, _from_logits(changed_RV, [requests[row] for row in many])):
+            tokens[row] = token
+        scores = _scores(logits_RV, many, requests, tokens)
     return [(token, scores.get(row)) for row, token in enumerate(tokens)]
+
+
+def _under_rules(
+    logits_RV: Tensor,
+    rules: Sequence[LogitRules | None],
+    requests: Sequence[Request],
+    rows: Sequence[int],
+) -> Tensor:
+    """What tokens are chosen from; the model's own logits stay as they are."""
+    if not any(rules):
+        return logits_RV
+    changed_RV = logits_RV.clone()
+    for logits_V, rule, row in zip(changed_RV, rules, rows):
+        if rule is not None:
+            rule.apply_(logits_V, requests[row])
+    return changed_RV
+
+
+def _scores(
+    logits_RV: Tensor, rows: Sequence[int], requests: Sequence[Request], tokens: Sequence[int]
+) -> dict[int, TokenScore]:
+    """Row -> score, of those among `rows` that ask for one."""
+    num_best = {row: requests[row].sampling.num_logprobs for row in rows}
+    at = [place for place, row in enumerate(rows) if num_best[row] is not None]
+    if not at:
+        return {}
+    asked = [rows[place] for place in at]
+    most = max(num_best[row] or 0 for row in asked)
+    return dict(zip(asked, score(logits_RV[at], [tokens[row] for row in asked], most)))
 
 
 def _is_of_few(sampling: Sampling) -> bool:
     """Whether the best candidates may be enough."""
     is_cut = 0 < sampling.top_k <= NUM_CANDIDATES or sampling.min_p > 0
-    return sampling.temperature <= 0 or is_cut
+    return sampling.num_logprobs is None and (sampling.temperature <= 0 or is_cut)
 
 
 def _from_candidates(
@@ -108,8 +127,6 @@ def _from_candidates(
 
 
 def _from_logits(logits_RV: Tensor, requests: Sequence[Request]) -> list[int]:
-    if not requests:
-        return []
     drawn = [row for row, each in enumerate(requests) if each.sampling.temperature > 0]
     # max finds the place several times faster than argmax on CPU
     is_any_greedy = len(drawn) < len(requests)
