@@ -70,7 +70,8 @@ def _changes(refused: Answer, limit_bytes: float) -> Iterator[tuple[str, str, Tr
         more = Cluster(cluster.machine, number)
         if number > cluster.num_devices and not is_tight(peak, limit_of(more, limit_bytes)):
             yield f"{number} devices", f"--on {more}", training, more
-            break
+            if refused.best is None:  # the first that holds it; for speed it may take more
+                break
     yield from _other_machines(training, cluster, sizes, limit_bytes)
 
 

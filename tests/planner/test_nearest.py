@@ -67,6 +67,20 @@ def test_long_documents_are_left_out_where_only_rows_are_too_long():
     assert "4 left out" in first.change and first.answer.training.profile.longest == 50
 
 
+def test_what_is_too_slow_gets_more_devices_until_it_is_fast_enough():
+    job = training(batch_tokens=4096, profile=profile(times=64))
+    slow = answer(job, asked(1))
+    limit_s = 3600 * slow.hours[0] / 3
+    refused = answer(job, asked(1), limit_s=limit_s)
+    assert refused.verdict == "too slow"
+    found = nearest_that_fit(refused)
+    assert found and found[0].answer.asked.cluster.machine.name == "h100"
+    for each in found:
+        assert each.answer.fits and 3600 * each.answer.hours[0] <= limit_s
+    number = found[0].answer.asked.cluster.num_devices
+    assert not answer(job, asked(number // 2), limit_s=limit_s).fits
+
+
 def test_nothing_is_named_where_nothing_fits():
     job = training("full", config=replace(GEMMA, hidden_size=2**17, intermediate_size=2**18))
     assert nearest_that_fit(answer(job, asked(1)), limit_bytes=1e6) == []

@@ -21,7 +21,7 @@ GIB = 2.0**30
 def test_an_answer_adds_up():
     found = answer(LORA_JOB, asked(4))
     assert found.fits and found.verdict == "fits" and found.num_fit == found.num_plans
-    assert found.limit_bytes == 0.92 * 80e9
+    assert found.limit_bytes == 0.92 * 79.65 * 2**30
     expected, least, most = found.hours
     assert least < expected < most
     steps = LORA_JOB.num_steps
@@ -152,8 +152,8 @@ def test_the_smallest_plan_of_a_cluster():
 
 def test_the_limit_is_what_the_device_leaves_or_less():
     cluster = asked(1, "v5p").cluster
-    assert limit_of(cluster, 0.0) == 0.95 * 95e9
-    assert limit_of(cluster, GIB) == GIB and limit_of(cluster, 1e15) == 0.95 * 95e9
+    assert limit_of(cluster, 0.0) == 0.95 * 102.8e9
+    assert limit_of(cluster, GIB) == GIB and limit_of(cluster, 1e15) == 0.95 * 102.8e9
 
 
 def test_operators_are_listed_once_for_all_plans_of_all_clusters(monkeypatch):
