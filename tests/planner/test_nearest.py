@@ -68,10 +68,9 @@ def test_long_documents_are_left_out_where_only_rows_are_too_long():
 
 
 def test_what_is_too_slow_gets_more_devices_until_it_is_fast_enough():
-    job = training(batch_tokens=4096, profile=profile(times=64))
-    slow = answer(job, asked(1))
-    limit_s = 3600 * slow.hours[0] / 3
-    refused = answer(job, asked(1), limit_s=limit_s)
+    job = training(config=GEMMA)
+    limit_s = 3600 * answer(job, asked(2)).hours[0] / 3
+    refused = answer(job, asked(2), limit_s=limit_s)
     assert refused.verdict == "too slow"
     found = nearest_that_fit(refused)
     assert found and found[0].answer.asked.cluster.machine.name == "h100"
