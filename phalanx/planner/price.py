@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from threading import Timer
 from typing import Any
 
 from phalanx.errors import JobError
@@ -31,6 +33,7 @@ from phalanx.report import Report
 
 _MOMENT_BYTES = 8  # AdamW, float32, per trained element
 _SIMULATED_ONLY = ("toy",)
+_PATIENCE_S = 1.5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,7 +197,8 @@ def _model_of(job: Job) -> NamedModel:
 
 def _training(job: Job, model: NamedModel, *, whole_epoch: bool) -> Training:
     config = model.config.with_dtype(job.model.dtype)
-    profile = profile_of(model, data_settings(job, config))
+    with _said_if_slow(f"counting the tokens of {job.data.source}; the next time they are known"):
+        profile = profile_of(model, data_settings(job, config))
     lora = None
     if job.train.method == "lora":
         targets = tuple(job.train.lora_targets) or PROJECTIONS
@@ -220,6 +224,18 @@ def _training(job: Job, model: NamedModel, *, whole_epoch: bool) -> Training:
             row_tokens=job.plan.row_tokens,
         ),
     )
+
+
+@contextmanager
+def _said_if_slow(text: str) -> Iterator[None]:
+    """A line on stderr for what takes longer than a person waits without asking."""
+    timer = Timer(_PATIENCE_S, lambda: print(text, file=sys.stderr, flush=True))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _with_mesh(training: Training, job: Job, asked: AskedCluster) -> tuple[Training, str]:

@@ -75,7 +75,7 @@ def model_work(
     by_block: dict[str, list[Operator]] = {}
     for op in operators(config, document_tokens=max(item_tokens), lora=lora):
         if op.op != "rope":  # tables that all layers share; their bytes are negligible
-            by_block.setdefault(_block_name(op), []).append(op)
+            by_block.setdefault(block_of(op), []).append(op)
     width = float(config.hidden_size * DTYPE_BYTES[config.dtype])
     shapes = {name: spec.shape for name, spec in canonical_tensors(config).items()}
     by_unit: dict[str, list[str]] = {}
@@ -95,7 +95,7 @@ def model_work(
     return StepWork(units=units, item_tokens=tuple(item_tokens), param_bytes=itemsize, grad_bytes=4)
 
 
-def _block_name(op: Operator) -> str:
+def block_of(op: Operator) -> str:
     """The block that an operator belongs to: norms and sums go with what stands between them."""
     if op.layer is None:
         if op.op == "head":
