@@ -24,8 +24,7 @@ from phalanx.drive import drive
 from phalanx.lower import lower
 from phalanx.models.config import DTYPE_BYTES, DecoderConfig
 from phalanx.plan import Plan, RoleProgram
-from phalanx.planner.work import block_of as block_of
-from phalanx.planner.work import model_work
+from phalanx.planner.work import block_of, model_work
 from phalanx.registry import build
 from phalanx.trace import Trace, TraceBuilder
 from phalanx.worlds.sim import SimWorld
