@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from phalanx.doctor.machine import cgroup_memory_bytes, memory_bytes
+from phalanx.doctor.machine import available_bytes
 from phalanx.engines.serve.engine import ServeEngine
 from phalanx.engines.serve.kv import PagedKv
 from phalanx.engines.serve.kv_room import KvLimits, kv_tokens
@@ -88,9 +88,7 @@ def free_bytes(device: str) -> float:
     """Memory that is free on a device; on the CPU what the container leaves, if that is less."""
     if torch.device(device).type == "cuda":
         return float(torch.cuda.mem_get_info(device)[0])
-    limit, used = cgroup_memory_bytes()
-    available = memory_bytes()[1]
-    return available if limit is None else min(available, limit - used)
+    return available_bytes()
 
 
 def describe(engine: ServeEngine, settings: ServeSettings) -> dict[str, Any]:
