@@ -52,10 +52,13 @@ def asked_clusters(text: str) -> list[AskedCluster]:
 
 
 def _note(name: str, cluster: Cluster) -> str:
-    cores = cluster.machine.cores_per_device
-    if name.partition("-")[0].lower() == cluster.machine.name and cores > 1 and "-" in name:
-        return f"{name} counts TensorCores, {cores} to a chip: {cluster.num_devices} chips"
-    return ""
+    cores, machine = cluster.machine.cores_per_device, cluster.machine.name
+    if not cores:
+        return ""
+    is_slice = "-" in name and name.lower().startswith(f"{machine}-")
+    counts = f" counts TensorCores, {cores} to a chip: {cluster.num_devices} chips"
+    slice_note = f"{counts};" if is_slice and cores > 1 else ":"
+    return f"{name}{slice_note} a price to compare with, Phalanx itself does not run on TPUs"
 
 
 def device_rates(machine: Machine, matmul_gain: float = 1.0) -> DeviceRates:
