@@ -37,7 +37,7 @@ REDUCE_BYTES = 4  # gradients are summed in float32
 # AdamW in float32: reads weight, gradient and two moments, writes weight and moments
 _OPTIMIZER_BYTES = 28
 _REPEATED_BY_SELECTIVE = ("norm", "gate")  # `engines.recompute`
-BOUNDS = ("compute", "memory bandwidth", "launches")
+BOUNDS = ("compute", "bandwidth", "launches")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,7 +171,7 @@ class StepSeconds:
 
     Attributes:
         parts: compute, recompute, optimizer, exchange, gather, reduce -> seconds.
-        bound: what compute waits for ("compute", "memory bandwidth", "launches") -> seconds.
+        bound: what compute waits for ("compute", "bandwidth", "launches") -> seconds.
         first_gather_s: of the unit that nothing runs beside.
     """
 
@@ -232,7 +232,7 @@ def step_seconds(
         parts[part] += priced_s
         bound[which] += priced_s
     optimizer_s = sum(u.trained for u in units) * _OPTIMIZER_BYTES / rates.memory_bytes_per_s
-    bound["memory bandwidth"] += optimizer_s
+    bound["bandwidth"] += optimizer_s
     gathers, first_gather_s = _gather_seconds(units, work, specs, rates, mesh)
     row_bytes = work.row_tokens * config.hidden_size * DTYPE_BYTES[config.dtype]
     exchange_s = work.num_items * sum(

@@ -54,9 +54,7 @@ def test_an_operator_takes_the_longest_of_its_products_its_bytes_and_one_launch(
     of_launch = OperatorGroup("add", 1, 0.0, 0.0, 0.0, 0.1, True, True, 1.0)
     step = priced([of_flops, of_bytes, of_launch])
     # 2 x 10 tokens x (1000 + 2000) / 1e6;  10 x 50 x (2 + 4) / 1e5;  two launches
-    assert step.bound == pytest.approx(
-        {"compute": 0.06, "memory bandwidth": 0.03, "launches": 2e-4}
-    )
+    assert step.bound == pytest.approx({"compute": 0.06, "bandwidth": 0.03, "launches": 2e-4})
     assert step.total_s == pytest.approx(0.0902) and sum(step.shares().values()) == 1.0
     again = priced([of_flops, of_bytes], recompute="full").parts["recompute"]
     assert again == pytest.approx(0.02 + 0.01)
