@@ -9,7 +9,7 @@
 | app, routes_*, answers                   | routes; responses, streams, errors             |
 | parameters, protocol, chat, forms        | the OpenAI interface: bodies and answers       |
 | generation, text                         | tokens to text, stop strings                   |
-| client, commands, metrics                | the front end's side of an engine              |
+| client, stream, commands, metrics        | the front end's side of an engine              |
 | supervisor, process, heartbeat, wire     | an engine process that is kept running         |
 | core, start, settings                    | the engine process                             |
 | world, engine, step, offline             | events and actions; one batch plan carried out |
