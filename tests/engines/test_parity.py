@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,6 +26,8 @@ from phalanx.report import Report
 from tests.engines.parity_cases import NUM_NEW, prompts, write_run
 from tests.models.families import FAMILIES
 
+MODELS = [(family, "float32") for family in FAMILIES]
+MODELS += [(family, "bfloat16") for family in ("gemma3", "gemma4", "gemma4_ple", "llama3")]
 FORMS = "forms trainer, live adapter, merged, transformers, peft"
 
 
@@ -55,12 +59,11 @@ def run(request, runs, tmp_path) -> Path:
     return Path(shutil.copytree(runs("gemma3", request.param), tmp_path / "run"))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family, dtype", MODELS)
 def test_trained_is_served(family, dtype, runs):
     report = proof(runs(family, dtype))
     assert missed(report) == []
-    said = report.notes["trained = served"]
+    said = report.notes["parity"]
     assert said == f"trained = served: 6 prompts x {NUM_NEW} tokens, {FORMS}"
     gates = {row.quantity: row for row in report.rows if row.passed is not None}
     assert len(gates) >= 9
@@ -128,41 +131,38 @@ def wrong_theta(run: Path) -> None:
     edit_json(run / "export" / "config.json", change)
 
 
+WEIGHT = "export/largest distance of a weight"
 IN_FILES = {
     scale_in_the_adapter: "live adapter float32/tokens that differ",
-    scale_in_the_export: "export/largest distance of a weight",
-    layer_not_merged: "export/largest distance of a weight",
-    tensor_perturbed: "export/largest distance of a weight",
-    single_weight_perturbed: "export/largest distance of a weight",
+    scale_in_the_export: WEIGHT,
+    layer_not_merged: WEIGHT,
+    tensor_perturbed: WEIGHT,
+    single_weight_perturbed: WEIGHT,
     wrong_theta: "export/settings that differ from the base",
 }
+FAULTS = [("bfloat16", fault) for fault in IN_FILES]
+FAULTS += [("float32", layer_not_merged), ("float32", wrong_theta)]
 
 
-@pytest.mark.parametrize("run", ["float32", "bfloat16"], indirect=True)
-@pytest.mark.parametrize("fault", IN_FILES, ids=lambda fault: fault.__name__)
+@pytest.mark.parametrize("run, fault", FAULTS, indirect=["run"])
 def test_a_fault_in_the_files_is_a_missed_gate(run, fault):
+    """Large ones are told by logits alone too, so also where nobody looks at the files."""
     fault(run)
     report = proof(run)
     assert IN_FILES[fault] in missed(report)
-    assert report.notes["trained = served"].startswith("trained is NOT served: ")
+    assert report.notes["parity"].startswith("trained is NOT served: ")
+    of_logits = [each for each in missed(report) if not each.startswith("export/")]
+    assert of_logits or fault in (scale_in_the_export, single_weight_perturbed)
 
 
-@pytest.mark.parametrize("run", ["float32", "bfloat16"], indirect=True)
-@pytest.mark.parametrize("fault", [layer_not_merged, tensor_perturbed, wrong_theta])
-def test_logits_alone_tell_a_large_fault(run, fault):
-    """Also where nobody looks at the files."""
-    fault(run)
-    assert [each for each in missed(proof(run)) if not each.startswith("export/")]
-
-
-@pytest.mark.parametrize("run", ["float32", "bfloat16"], indirect=True)
+@pytest.mark.parametrize("run", ["bfloat16"], indirect=True)
 def test_a_form_whose_tokens_are_shifted_is_a_missed_gate(run, monkeypatch):
     inputs = Sequences.inputs
     monkeypatch.setattr(Sequences, "inputs", lambda self, at: [3, *inputs(self, at)])
     assert "merged float32/tokens that differ" in missed(proof(run))
 
 
-@pytest.mark.parametrize("run", ["float32", "bfloat16"], indirect=True)
+@pytest.mark.parametrize("run", ["float32"], indirect=True)
 def test_a_serving_decoder_that_computes_something_else_is_a_missed_gate(run, monkeypatch):
     rope = serve_model.kind_rope
 
@@ -182,7 +182,7 @@ def test_a_serving_decoder_that_computes_something_else_is_a_missed_gate(run, mo
 def test_full_fine_tuning_has_no_adapter_forms(tmp_path, dtype):
     report = proof(write_run(tmp_path, "qwen3", dtype, method="full"))
     assert missed(report) == []
-    said = report.notes["trained = served"]
+    said = report.notes["parity"]
     assert said.endswith("forms trainer, merged, transformers")
     quantity = "parity/export/largest distance of a weight"
     assert next(row for row in report.rows if row.quantity == quantity).value is None
@@ -198,6 +198,71 @@ def test_what_cannot_be_compared_is_refused(tmp_path, runs):
     (unfinished / "train.json").unlink()
     with pytest.raises(JobError, match="no finished training"):
         prove(unfinished, [[3]])
+
+
+# ---- vLLM --------------------------------------------------------------------------------------
+
+
+def install_vllm(folder: Path, monkeypatch, shift: int) -> None:
+    """A `vllm` on PATH whose interpreter has a module of that name: our decoder in its interface.
+
+    With `shift`, its choices are those of another position.
+    """
+    (folder / "modules").mkdir()
+    (folder / "modules" / "vllm.py").write_text(STAND_IN.format(root=ROOT, shift=shift))
+    script = folder / "vllm"
+    script.write_text(f"#!/usr/bin/env -S PYTHONPATH={folder / 'modules'} {sys.executable}\n")
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+
+
+ROOT = Path(__file__).resolve().parents[2]
+STAND_IN = """
+import sys
+from types import SimpleNamespace
+sys.path.insert(0, "{root}")
+import torch
+from phalanx.models.hf import load_decoder
+
+__version__ = "0.0"
+SamplingParams = lambda **options: SimpleNamespace(**options)
+
+
+class LLM:
+    def __init__(self, model, dtype, **options):
+        self.decoder = load_decoder(model, dtype=dtype)
+
+    def generate(self, prompts, sampling):
+        return [self.scored(each["prompt_token_ids"]) for each in prompts]
+
+    @torch.inference_mode()
+    def scored(self, tokens):
+        logits = self.decoder.logits(self.decoder(torch.tensor(tokens)))
+        best = logits.argmax(-1).roll({shift}).tolist()
+        scores = [{{t: SimpleNamespace(rank=7), b: SimpleNamespace(rank=1)}}
+                  for t, b in zip(tokens[1:], best)]
+        return SimpleNamespace(prompt_logprobs=[None, *scores])
+"""
+
+
+@pytest.mark.parametrize("shift", [0, 1])
+def test_vllm_is_asked_where_its_own_interpreter_is_found(runs, tmp_path, monkeypatch, shift):
+    install_vllm(tmp_path, monkeypatch, shift)
+    report = proof(runs("gemma3", "float32"))
+    name = "vllm float32/tokens that differ"
+    assert missed(report) == ([name] if shift else [])
+    row = next(each for each in report.rows if each.quantity == f"parity/{name}")
+    assert "vllm 0.0" in row.note
+    assert report.notes["parity"].endswith(f"{FORMS}, vllm")
+
+
+def test_a_vllm_that_fails_is_left_out_with_its_last_words(runs, tmp_path, monkeypatch):
+    install_vllm(tmp_path, monkeypatch, 0)
+    (tmp_path / "modules" / "vllm.py").write_text("raise RuntimeError('no such device')")
+    report = proof(runs("gemma3", "float32"))
+    row = next(each for each in report.rows if each.quantity == "parity/vllm")
+    assert row.note == "left out: vllm failed: RuntimeError: no such device"
+    assert missed(report) == [] and report.notes["parity"].endswith(FORMS)
 
 
 # ---- rules -------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ def vllm_interpreter() -> tuple[list[str], str]:
     with open(executable, "rb") as file:
         first = file.readline(500)
     command = first[2:].decode(errors="replace").split() if first.startswith(b"#!") else []
-    if not command or "python" not in Path(command[-1]).name:
+    if not any("python" in Path(part).name for part in command):
         return [], f"{executable} is no script of a Python"
     return command, ""
 
@@ -44,10 +44,16 @@ def vllm_choices(
         "num_new": sequences.num_new,
         "sequences": [[*p, *f] for p, f in zip(sequences.prompts, sequences.forced)],
     }
-    command = [*interpreter, str(_SCRIPT)]
+    # as text, in another folder: a script's own folder comes first where it imports from
+    command = [*interpreter, "-c", _SCRIPT.read_text(encoding="utf-8")]
     try:
         done = subprocess.run(
-            command, input=json.dumps(question), capture_output=True, text=True, timeout=_LIMIT_S
+            command,
+            input=json.dumps(question),
+            capture_output=True,
+            text=True,
+            timeout=_LIMIT_S,
+            cwd=subject.export,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         return None, f"{type(error).__name__}: {error}"

@@ -1,6 +1,6 @@
 """Run by the Python that has vllm: token ids in, its choice at each of the last positions out.
 
-    PYTHON vllm_script.py < question.json
+    PYTHON -c "$(cat vllm_script.py)" < question.json
 
 Imports nothing of Phalanx, which need not be installed there. The given tokens are a prompt, whose
 log probabilities tell the most probable token at every position.
