@@ -8,8 +8,10 @@ from phalanx.cost.serving import ServeRates, windows_of
 from phalanx.drive import drive
 from phalanx.engines.serve import warm
 from phalanx.engines.serve.engine import ServeEngine
+from phalanx.engines.serve.kv_room import KvLimits, kv_tokens
 from phalanx.engines.serve.warm import measure_rates
 from phalanx.engines.serve.world import EngineWorld
+from phalanx.planner.serving import predict_load
 from phalanx.policies.serve.continuous import Continuous
 from tests.engines.serve_cases import CONFIG, ScriptedInbox, make_engine, prompt_of, request
 
@@ -93,3 +95,27 @@ def test_an_engine_whose_steps_have_known_prices_is_found_to_have_them(monkeypat
     assert found.pair_s == pytest.approx(KNOWN.pair_s, rel=1e-6)
     assert found.windows == KNOWN.windows
     assert clock[0] < 0.2
+
+
+@pytest.mark.parametrize(
+    ("max_running", "max_tokens", "asked", "free_bytes"),
+    [(3, 41, 0, 1e9), (3, 41, 57, 1e9), (7, 100, 0, 7e5), (1, 16, 16, 1e9)],
+)
+def test_the_cache_that_is_foretold_is_the_cache_of_the_engine(
+    max_running, max_tokens, asked, free_bytes
+):
+    limits = {"max_running": max_running, "max_tokens": max_tokens, "max_step_tokens": 33}
+    tokens = kv_tokens(CONFIG, KvLimits(**limits), asked=asked, free_bytes=free_bytes)
+    report = predict_load(
+        KNOWN,
+        CONFIG,
+        scheduler="continuous",
+        prompt_lens=[9],
+        output_tokens=2,
+        kv_tokens=tokens,
+        **limits,
+    )
+    engine = make_engine(kv_tokens=tokens, **limits)
+    said = engine.facts["num_blocks"] * engine.facts["block_tokens"]
+    assert {r.quantity: r.value for r in report.rows}["serving/KV tokens"] == said
+    assert tokens <= said < tokens + engine.facts["block_tokens"]
