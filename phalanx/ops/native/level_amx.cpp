@@ -7,6 +7,7 @@
 #include <immintrin.h>
 
 #include "level.h"
+#include "turned.h"
 
 namespace {
 
@@ -46,18 +47,20 @@ namespace {
 
 void pack(const bf16* x, int64_t rows, int64_t columns, void* packed) {
   const int64_t row_tiles = columns_of(rows) / kTileRows;
-  std::uint32_t* to = static_cast<std::uint32_t*>(packed);
+  float* to = static_cast<float*>(packed);  // words of two columns each
   for (int64_t c = 0; c < columns; c += kTileColumns)
     for (int64_t tile = 0; tile < row_tiles; ++tile, to += kTileSize / 2) {
+      const int64_t left = columns - c;
+      const __mmask32 which = left >= kTileColumns ? ~0u : (1u << left) - 1u;
+      __m512 words[kTileRows];
       for (int64_t s = 0; s < kTileRows; ++s) {
         const int64_t row = tile * kTileRows + s;
-        const int64_t count = row < rows ? least(kTileColumns, columns - c) : 0;
-        bf16 part[kTileColumns] = {};
-        for (int64_t i = 0; i < count; ++i) part[i] = x[row * columns + c + i];
-        for (int64_t pair = 0; pair < 16; ++pair)
-          to[pair * kTileRows + s] =
-              part[2 * pair] | static_cast<std::uint32_t>(part[2 * pair + 1]) << 16;
+        words[s] = row >= rows ? _mm512_setzero_ps()
+                               : _mm512_castsi512_ps(_mm512_maskz_loadu_epi16(
+                                     which, x + row * columns + c));
       }
+      turn(words);
+      for (int64_t pair = 0; pair < 16; ++pair) _mm512_storeu_ps(to + 16 * pair, words[pair]);
     }
 }
 

@@ -3,6 +3,7 @@
 #include <immintrin.h>
 
 #include "level.h"
+#include "turned.h"
 
 namespace {
 

@@ -5,6 +5,8 @@
 //   products(const bf16* w, int64_t stride, int64_t count, int64_t columns, const void* x,
 //            int64_t rows, float* out)     count <= kBlockRows
 //   columns_of(int64_t rows)               floats from a row of `out` to the next
+//   spread(out, width, rows, count, y, stride)    y[s * stride + i] = out[i * width + s], rounded
+//                                                 where y is bfloat16
 
 #pragma once
 
@@ -38,22 +40,14 @@ inline __attribute__((always_inline)) void stored(Floats value, float* at) {
   __builtin_memcpy(at, &value, sizeof value);
 }
 
-inline void put(float value, bf16& to) { to = narrow(value); }
-inline void put(float value, float& to) { to = value; }
-
 template <typename Out>
 void linear(Matrix w, const void* x, int64_t rows, int64_t first, int64_t last, Out* y) {
-  alignas(64) float out[kBlockRows * kMostRows];
+  alignas(64) float out[kBlockRows * kMostRows] = {};
   const int64_t width = columns_of(rows);
   for (int64_t f = first; f < last; f += kBlockRows) {
     const int64_t count = least(kBlockRows, last - f);
     products(w.at + f * w.columns, w.columns, count, w.columns, x, rows, out);
-    for (int64_t s = 0; s < rows; ++s) {
-      Out* to = y + s * w.rows + f;
-      const float* from = out + s;
-#pragma omp simd
-      for (int64_t i = 0; i < count; ++i) put(from[i * width], to[i]);
-    }
+    spread(out, width, rows, count, y + f, w.rows);
   }
 }
 

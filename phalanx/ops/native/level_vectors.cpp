@@ -16,6 +16,16 @@ void products(const bf16*, std::int64_t, std::int64_t, std::int64_t, const void*
               float*);
 void pack(const bf16*, std::int64_t, std::int64_t, void*);
 
+inline void put(float value, bf16& to) { to = narrow(value); }
+inline void put(float value, float& to) { to = value; }
+
+template <typename Out>
+void spread(const float* out, std::int64_t width, std::int64_t rows, std::int64_t count, Out* y,
+            std::int64_t stride) {
+  for (std::int64_t s = 0; s < rows; ++s)
+    for (std::int64_t i = 0; i < count; ++i) put(out[i * width + s], y[s * stride + i]);
+}
+
 void enter() {}
 void leave() {}
 
