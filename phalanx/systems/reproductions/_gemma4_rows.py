@@ -34,7 +34,7 @@ def _tpu() -> Servers:
     return Servers(
         hardware=V6E,
         num_chips=8,
-        flops_per_s=8 * chip.matmul.value,
+        flops_per_s=8 * chip.matmul.value,  # the file has the peak
         bytes_per_s=8 * chip.memory_bandwidth.value,
         kv_itemsize=1,  # fp8_e5m2
         step_s=0.0183,
@@ -59,6 +59,12 @@ def add_serving(report: Report, config: DecoderConfig) -> None:
     _short_prompts(report, config)
     _not_gated(report, config)
     _knee(report, config)
+    tpots = [value_of("serving 128 in 256 out", "tpot_median", name) for name in (V6E, H100)]
+    report.notes["step constants"] = (
+        f"18.3 and 17.8 ms lie just below the published TPOT of 64 sequences of 128/256, "
+        f"{tpots[0]:g} and {tpots[1]:g} ms, as if the cache cost next to nothing there; rows with "
+        "'steps solved' subtract what the model says of cache and prompts instead"
+    )
 
 
 def _both(config: DecoderConfig, prompt: int, output: int, frac: float) -> tuple[Sweep, Sweep]:
