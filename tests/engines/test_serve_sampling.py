@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass, replace
-from types import SimpleNamespace
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,50 +13,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.drive import drive
-from phalanx.engines.serve.draws import best_of, uniform
+from phalanx.engines.serve.draws import best_of, nucleus, uniform
 from phalanx.engines.serve.sampling import _from_logits, choose, score
 from phalanx.engines.serve.settings import Request, Sampling
 from phalanx.engines.serve.world import EngineWorld
 from phalanx.policies.serve.continuous import Continuous
 from tests.engines.serve_cases import CONFIG, ScriptedInbox, make_engine, prompt_of, request
+from tests.engines.serve_head import Head, logit, rows_of
 
 NUM_DRAWS = 10_000
 # 99.9 % of the chi-square distribution, by degrees of freedom
 CHI2 = {1: 10.8, 2: 13.8, 3: 16.3, 4: 18.5}
-
-
-@dataclass
-class Head:
-    """A vocabulary head whose hidden states are the logits; says which path was taken."""
-
-    vocab_size: int
-    eos_tokens: tuple[int, ...] = ()
-    taken: tuple[str, ...] = ()
-
-    @property
-    def config(self) -> SimpleNamespace:
-        return SimpleNamespace(vocab_size=self.vocab_size, eos_tokens=self.eos_tokens)
-
-    def logits(self, hidden):
-        self.taken += ("logits",)
-        return hidden
-
-    def greedy(self, hidden):
-        self.taken += ("greedy",)
-        best = hidden.max(-1)
-        return best.indices, best.values
-
-    def best(self, hidden, num):
-        self.taken += ("best",)
-        return best_of(hidden, num)
-
-
-def rows_of(sampling: Sampling, num: int, tokens: tuple[int, ...] = (1,)) -> list[Request]:
-    """Requests that differ in their seeds."""
-    return [
-        Request(i, list(tokens), len(tokens), replace(sampling, seed=sampling.seed + i))
-        for i in range(num)
-    ]
 
 
 def draws(logits: list[float], sampling: Sampling, num: int = NUM_DRAWS) -> Counter[int]:
@@ -134,9 +100,6 @@ def test_a_flat_distribution_needs_more_candidates_than_the_first_ones():
         assert abs(len(tokens) - expected) < 40
 
 
-logit = st.integers(-12, 12).map(lambda each: each / 2)
-
-
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(
     logits=st.lists(logit, min_size=2, max_size=150),
@@ -162,6 +125,28 @@ def test_a_draw_is_the_definition_on_every_path(logits, temperature, top_p, top_
             if token == alone:
                 assert below - 1e-6 <= draw < below + p + 1e-6
             below += p
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    size=st.integers(1, 5000),
+    steps=st.sampled_from([1, 7, 1000, 10**6]),
+    top_p=st.floats(0.001, 1),
+    seed=st.integers(0, 99),
+)
+def test_a_wide_nucleus_is_the_one_that_sorting_gives(size, steps, top_p, seed):
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randint(steps, (size,), generator=generator) * (3 / steps)
+    weights = (logits - logits.max()).exp()
+    wanted = top_p * weights.sum(dtype=torch.float64).item()
+    kept = nucleus(logits, weights, wanted)
+    order = logits.sort(descending=True, stable=True).indices
+    num = int((kept > 0).sum())
+    assert set(order[:num].tolist()) == set(kept.nonzero().flatten().tolist())
+    assert torch.equal(kept[order[:num]], weights[order[:num]])
+    reached = weights[order].cumsum(0, dtype=torch.float64)
+    assert num == 1 or reached[num - 2] < wanted * (1 + 1e-6)
+    assert num == size or reached[num - 1] >= wanted * (1 - 1e-6)
 
 
 def test_candidates_are_enough_exactly_where_the_rest_cannot_matter():
@@ -246,80 +231,6 @@ def test_a_model_that_gives_no_numbers_ends_no_engine(options):
         asked = Sampling(max_new=1, temperature=temperature, num_logprobs=1, **options)
         ((token, _),) = choose(Head(70), logits, [Request(0, [1], 1, asked)])
         assert 0 <= token < 70
-
-
-# ---- penalties, bias, bans -----------------------------------------------------------------------
-
-
-def under_rules(logits: list[float], tokens: list[int], num_prompt: int, asked: Sampling):
-    """Dense, token by token, as the parameters are defined."""
-    changed = list(logits)
-    for token, bias in asked.logit_bias:
-        changed[token] += bias
-    for token in range(len(logits)):
-        if token in tokens:
-            by = asked.repetition_penalty
-            changed[token] = changed[token] / by if changed[token] > 0 else changed[token] * by
-        count = tokens[num_prompt:].count(token)
-        changed[token] -= asked.frequency_penalty * count + asked.presence_penalty * (count > 0)
-    return changed
-
-
-@settings(max_examples=150, deadline=None, derandomize=True)
-@given(data=st.data())
-def test_penalties_and_bias_are_the_dense_definition(data):
-    size = data.draw(st.integers(2, 12))
-    token = st.integers(0, size - 1)
-    num_steps = data.draw(st.integers(1, 6))
-    prompt = data.draw(st.lists(token, min_size=1, max_size=5))
-    asked = Sampling(
-        max_new=9,
-        presence_penalty=data.draw(st.sampled_from([0.0, 0.5, -1.0])),
-        frequency_penalty=data.draw(st.sampled_from([0.0, 0.25, -0.5])),
-        repetition_penalty=data.draw(st.sampled_from([1.0, 1.5, 0.5])),
-        logit_bias=tuple(
-            data.draw(st.dictionaries(token, st.sampled_from([-100.0, 1.25]))).items()
-        ),
-    )
-    request_ = Request(0, list(prompt), len(prompt), asked)
-    for _ in range(num_steps):  # counts are kept from step to step
-        logits = data.draw(st.lists(logit, min_size=size, max_size=size))
-        given_logits = torch.tensor([logits])
-        chosen, _ = choose(Head(size), given_logits, [request_])[0]
-        want = under_rules(logits, request_.tokens, len(prompt), asked)
-        assert want[chosen] == pytest.approx(max(want), abs=1e-5)
-        assert given_logits.tolist() == [logits], "the model's own logits stay for scores"
-        request_.tokens.append(data.draw(token))
-
-
-def test_scores_are_of_the_model_whatever_was_chosen():
-    logits = torch.tensor([[0.0, 1.0, 2.0]])
-    asked = Sampling(max_new=1, logit_bias=((0, 100.0),), num_logprobs=1, temperature=0.5)
-    ((token, (own, ids, best)),) = choose(Head(3), logits, [Request(0, [1], 1, asked)])
-    logp = logits.log_softmax(-1)[0].tolist()
-    assert token == 0 and own == pytest.approx(logp[0])
-    assert ids == [2] and best == pytest.approx([logp[2]])
-
-
-def test_end_tokens_cannot_come_before_the_least_number_of_tokens():
-    logits = torch.tensor([[0.0, 9.0, 8.0, 1.0]])
-    for temperature in (0.0, 1.0):
-        asked = Sampling(max_new=9, min_new=2, stop_tokens=(2,), temperature=temperature)
-        each, head = Request(0, [0], 1, asked), Head(4, eos_tokens=(1,))
-        for _ in range(2):
-            token = choose(head, logits, [each])[0][0]
-            assert token in (0, 3)
-            each.tokens.append(token)
-        assert choose(head, logits, [each])[0][0] in (1, 2)
-    told_to_go_on = Sampling(max_new=9, min_new=2, ignore_eos=True)
-    assert choose(Head(4, (1,)), logits, [Request(0, [0], 1, told_to_go_on)])[0][0] == 1
-
-
-def test_a_banned_token_is_never_drawn_however_high_the_draw():
-    logits = torch.tensor([[0.0, 0.0, -math.inf]])
-    asked = Sampling(max_new=1, temperature=1.0)
-    chosen = choose(Head(3), logits.expand(4000, -1), rows_of(asked, 4000))
-    assert {token for token, _ in chosen} == {0, 1}
 
 
 # ---- seeds ---------------------------------------------------------------------------------------

@@ -18,7 +18,8 @@ from torch import Tensor
 from phalanx.engines.serve.settings import Request
 
 NUM_CANDIDATES = 64
-_MORE = 16  # times as many, while they do not suffice
+_MORE = 1024  # where those do not suffice
+_BUCKETS = 4096
 _COLDEST = 1e-30  # float32 can divide by it
 
 
@@ -36,22 +37,62 @@ def draw_whole(logits_RV: Tensor, requests: Sequence[Request]) -> list[int]:
 
 
 def draw_cut(logits_RV: Tensor, requests: Sequence[Request]) -> list[int]:
-    """Draws among the most probable tokens: as many candidates as it takes, and no more."""
+    """Draws among the most probable tokens: a few candidates where they are enough."""
     tokens, size = [0] * len(requests), logits_RV.shape[1]
-    open_, num = list(range(len(requests))), NUM_CANDIDATES
-    sums_R1: Tensor | None = None
-    while open_:
-        num = min(num, size)
+    sums_R1 = Draw(requests, logits_RV.device).weights(logits_RV).sum(-1, True, dtype=torch.float64)
+    open_ = list(range(len(requests)))
+    for num in (min(NUM_CANDIDATES, size), min(_MORE, size)):
+        if not open_:
+            break
         draw = Draw([requests[row] for row in open_], logits_RV.device)
-        logits_rV = logits_RV[open_]
-        sums_r1 = draw.sums(logits_rV) if sums_R1 is None else sums_R1[open_]
-        sums_R1 = sums_r1 if sums_R1 is None else sums_R1
-        found, closed = draw.among(*best_of(logits_rV, num), sums_r1, is_all=num == size)
+        best = best_of(logits_RV[open_], num)
+        found, closed = draw.among(*best, sums_R1[open_], is_all=num == size)
         for row, token in zip(open_, found):
             tokens[row] = token
         open_ = [row for row, is_closed in zip(open_, closed) if not is_closed]
-        num *= _MORE
+    for row in open_:
+        tokens[row] = _draw_far(logits_RV[row : row + 1], requests[row])
     return tokens
+
+
+def _draw_far(logits_1V: Tensor, request: Request) -> int:
+    """A draw of one request whose cut leaves very many tokens."""
+    draw, size = Draw([request], logits_1V.device), logits_1V.shape[1]
+    if top_k := min(request.sampling.top_k, size):
+        unknown_11 = torch.full((1, 1), torch.inf, device=logits_1V.device)
+        return draw.among(*best_of(logits_1V, top_k), unknown_11, is_all=top_k == size)[0][0]
+    weights_V = draw.weights(logits_1V)[0]
+    wanted = request.sampling.top_p * weights_V.sum(dtype=torch.float64).item()
+    kept_V = nucleus(logits_1V[0], weights_V, wanted)
+    return _invert(kept_V[None], _uniforms([request], logits_1V.device))[0]
+
+
+def nucleus(logits_V: Tensor, weights_V: Tensor, wanted: float) -> Tensor:
+    """The weights of the most probable tokens that together reach `wanted`; 0 for the others.
+
+    Without sorting the vocabulary: its logits are counted into buckets, and the one in which the
+    last of them lies again, until few are left. Equal logits: the lowest ids are inside.
+
+    Args:
+        weights_V: grow with the logits; those of 0 are never inside.
+        wanted: more than 0.
+    """
+    ids = (weights_V > 0).nonzero().flatten()
+    logits, weights, above = logits_V[ids], weights_V[ids], 0.0
+    while len(ids) > _MORE and (high := logits.max()) > (low := logits.min()):
+        bucket = ((high - logits) / (high - low) * _BUCKETS).long().clamp_(max=_BUCKETS - 1)
+        masses = torch.bincount(bucket, weights=weights.double(), minlength=_BUCKETS)
+        reached = masses.cumsum(0) + above
+        last = min(int((reached < wanted).sum()), int(bucket.max()))
+        above = (reached[last] - masses[last]).item()
+        part = (bucket == last).nonzero().flatten()
+        ids, logits, weights = ids[part], logits[part], weights[part]
+    order = logits.sort(descending=True, stable=True).indices
+    before = weights[order].cumsum(0, dtype=torch.float64) - weights[order] + above
+    inside = order[before < wanted]
+    kept_V = weights_V * (logits_V > logits[inside[-1]])
+    kept_V[ids[inside]] = weights[inside]
+    return kept_V
 
 
 def best_of(logits_RV: Tensor, num: int) -> tuple[Tensor, Tensor]:
@@ -83,12 +124,11 @@ class Draw:
         self._min_p_R1 = _column([each.min_p for each in samplings], device)
         self._top_p_R1 = _column([each.top_p for each in samplings], device)
 
-    def sums(self, logits_RV: Tensor) -> Tensor:
-        """Weights of all tokens that `min_p` keeps, relative to the best one's [R, 1]."""
+    def weights(self, logits_RV: Tensor) -> Tensor:
+        """Probabilities relative to the best token's, float32; 0 where `min_p` cuts them off."""
         best_R1 = logits_RV.max(-1, keepdim=True).values
         weights_RV = ((logits_RV - best_R1) / self._heat_R1).exp_()
-        kept_RV = weights_RV * (weights_RV >= self._min_p_R1)
-        return kept_RV.sum(-1, keepdim=True, dtype=torch.float64)
+        return weights_RV.mul_(weights_RV >= self._min_p_R1)
 
     def among(
         self, logits_RN: Tensor, tokens_RN: Tensor, sums_R1: Tensor, *, is_all: bool
@@ -97,7 +137,7 @@ class Draw:
 
         Args:
             logits_RN, tokens_RN: the best of each row, in order.
-            sums_R1: as `sums`; infinite where they are not known.
+            sums_R1: of `weights` over the vocabulary; infinite where they are not known.
             is_all: whether these are all tokens.
         """
         num = logits_RN.shape[1]
