@@ -274,7 +274,7 @@ def lockfile(priced: PricedJob, chosen: Answer) -> Plan:
             "reduce": "float32",
         },
         recompute=best.candidate.recompute,
-        device="cuda",
+        device="tpu" if cluster.machine.cores_per_device else "cuda",
     )
     return Plan(
         job=priced.job.name,

@@ -1,8 +1,10 @@
 """Lists of clusters as users write them."""
 
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
-from phalanx.errors import JobError
+from phalanx.errors import JobError, PhalanxError
 from phalanx.planner.clusters import asked_clusters, device_rates
 
 
@@ -35,6 +37,21 @@ def test_what_is_no_list_of_clusters_is_refused_with_a_way_out(text, says):
     with pytest.raises(JobError) as raised:
         asked_clusters(text)
     assert says in str(raised.value) and "\n" not in str(raised.value)
+
+
+@given(
+    text=st.text() | st.lists(st.sampled_from(["2xh100", "v5p-8", "", "here", "x"])).map(",".join)
+)
+@example("," * 1000)
+@example("v5p-" + "9" * 5000)
+@example("v5p-\u0661")
+def test_any_text_is_a_list_of_clusters_or_refused(text):
+    try:
+        found = asked_clusters(text)
+    except PhalanxError as error:
+        assert "\n" not in str(error)
+    else:
+        assert len(found) == text.count(",") + 1
 
 
 def test_rates_are_the_figures_of_the_machine():

@@ -150,6 +150,12 @@ def test_the_smallest_plan_of_a_cluster():
     assert found.peak_bytes == min(each.peak_bytes for each in _sized(FULL_JOB))
 
 
+@pytest.mark.parametrize("job", [LORA_JOB, FULL_JOB], ids=["lora", "full"])
+def test_twice_the_devices_never_need_more_memory_each(job):
+    peaks = [smallest_plan(job, asked(number).cluster).peak_bytes for number in (1, 2, 4, 8, 16)]
+    assert peaks == sorted(peaks, reverse=True)
+
+
 def test_the_limit_is_what_the_device_leaves_or_less():
     cluster = asked(1, "v5p").cluster
     assert limit_of(cluster, 0.0) == 0.95 * 102.8e9
