@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
@@ -80,6 +81,26 @@ def test_pieces_keep_the_spaces_between_words(with_spaces, text, context):
     spelt = [with_spaces.spell(token) for token in both[len(before) :]]
     if text.isascii() and "\n" not in text:
         assert "".join(spelt) == text
+
+
+@pytest.mark.demo
+@settings(max_examples=60, deadline=None)
+@given(text=st.text(max_size=30) | st.text("ab \n\u20ac\U0001f600\u4f60", max_size=30))
+def test_pieces_of_a_real_tokenizer_join_to_the_text_of_the_whole(text):
+    tokeniser = _demo_tokeniser()
+    ids = tokeniser.encode(text)
+    stream = TextStream(tokeniser, ids[:1])
+    assert "".join(map(stream.push, ids[1:])) + stream.flush() == tokeniser.decode(ids)
+    joined = [byte for token in ids[1:] for byte in tokeniser.bytes_of(token)]
+    special = any(tokeniser.is_special(token) for token in ids[1:])
+    assert special or bytes(joined).decode() == tokeniser.decode(ids)
+
+
+@cache
+def _demo_tokeniser() -> Tokeniser:
+    from phalanx.models.demo import ensure_demo_model
+
+    return Tokeniser(ensure_demo_model(lambda text: None))
 
 
 def test_a_damaged_tokenizer_is_named(tmp_path):
