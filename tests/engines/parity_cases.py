@@ -19,7 +19,7 @@ from phalanx.models.source import model_source
 from phalanx.models.spec import DecoderConfig, canonical_tensors, lora_tensors
 from tests.models.families import tiny_config
 
-LENGTHS = (3, 19, 1, 34, 11, 7)  # shorter and longer than windows and blocks
+LENGTHS = (3, 19, 1, 34, 11, 11)  # shorter and longer than windows and blocks
 NUM_NEW = 12
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 NUM_COLUMNS = 2048
-ROWS = 64  # whose logits exist at once
+ROWS = 128  # whose logits exist at once
 _SEED = 20  # of the sample
 
 

@@ -48,7 +48,7 @@ def prove(folder: str | Path, prompts: Sequence[Sequence[int]], num_new: int = N
 
     Args:
         folder: of a run that has ended.
-        prompts: token ids of held-out text, each with at least one.
+        prompts: token ids of held-out text, each with at least one; equal ones count once.
         num_new: tokens that each is continued by.
 
     Returns:
@@ -60,7 +60,8 @@ def prove(folder: str | Path, prompts: Sequence[Sequence[int]], num_new: int = N
     if not prompts or not all(prompts):
         rule = "needs prompts of at least one token"
         raise JobError("data/empty", "parity", f"{len(prompts)} prompts", rule)
-    return _Proof(read_subject(folder), prompts, num_new).report()
+    different = [list(each) for each in dict.fromkeys(map(tuple, prompts))]
+    return _Proof(read_subject(folder), different, num_new).report()
 
 
 class _Proof:

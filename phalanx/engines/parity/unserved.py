@@ -120,9 +120,20 @@ def _pretrained(folder, dtype: str):
 def _observe(model, sequences: Sequences, vocab_size: int, dtype: str) -> Observed:
     model.eval()
     collector = Collector(sequences, vocab_size, _wide(dtype))
-    for at in range(len(sequences.prompts)):
-        tokens_1S = torch.tensor([sequences.inputs(at)])
-        out = model(tokens_1S, use_cache=False, logits_to_keep=sequences.num_new)
-        logits_RV: Tensor = out.logits[0]
-        collector.add(_places(sequences, at), logits_RV)
+    for batch in _equally_long(sequences):
+        tokens_BS = torch.tensor([sequences.inputs(at) for at in batch])
+        out = model(tokens_BS, use_cache=False, logits_to_keep=sequences.num_new)
+        places = [place for at in batch for place in _places(sequences, at)]
+        logits_RV: Tensor = out.logits.flatten(0, 1)
+        collector.add(places, logits_RV)
     return collector.observed()
+
+
+def _equally_long(sequences: Sequences) -> Iterator[list[int]]:
+    """Batches that need no padding, of no more rows of logits than `ROWS` if possible."""
+    by_length: dict[int, list[int]] = {}
+    for at, prompt in enumerate(sequences.prompts):
+        by_length.setdefault(len(prompt), []).append(at)
+    size = max(1, ROWS // sequences.num_new)
+    for alike in by_length.values():
+        yield from (alike[first : first + size] for first in range(0, len(alike), size))
