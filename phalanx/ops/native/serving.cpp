@@ -126,7 +126,7 @@ void product(const bf16* x, const bf16* w, Out* y, int64_t rows, int64_t outputs
 #pragma omp parallel if (2 * outputs * columns > kSerialBytes)
   {
     by.enter();
-#pragma omp for schedule(dynamic, 1)
+#pragma omp for schedule(dynamic, 1) nowait
     for (int64_t first = 0; first < outputs; first += step)
       (by.*part)(matrix, packed, rows, first, std::min(first + step, outputs), y);
     by.leave();
@@ -193,7 +193,7 @@ void phalanx_vocabulary_best(const bf16* x, const bf16* w, float* values, int64_
 #pragma omp parallel if (2 * tokens * columns > kSerialBytes)
   {
     by.enter();
-#pragma omp for schedule(dynamic, 1)
+#pragma omp for schedule(dynamic, 1) nowait
     for (int64_t part = 0; part < parts; ++part) {
       const int64_t first = part * kPartTokens, last = std::min(first + kPartTokens, tokens);
       by.best(matrix, packed, rows, first, last, std::min(count, last - first),
@@ -262,7 +262,7 @@ void phalanx_paged_decode(const bf16* q, const bf16* keys, const bf16* values,
       by.attend(part, packed, to + 2 * group, to, to + group);
     }
     by.leave();
-#pragma omp for schedule(static)
+#pragma omp for schedule(static) nowait
     for (int64_t task = 0; task < requests * kv_heads * group; ++task) {
       const int64_t r = task / (kv_heads * group), kv = task / group % kv_heads, g = task % group;
       const float* first = parts + (end[r] * kv_heads + kv) * part_size;
