@@ -122,6 +122,10 @@ def test_offsets_are_places_in_the_text(folder, tokeniser):
             served, prompt="ab", echo=True, logprobs=0, skip_special_tokens=skip
         ).choices[0]
         assert choice.text == text and choice.logprobs.text_offset == offsets
+    euro = Served(folder, lambda _: tokeniser.encode("a\u20acb", add_special=False))
+    whole = complete(euro, logprobs=1, stop="b").choices[0]
+    assert whole.text == "a\u20ac" and whole.logprobs.text_offset == [0, 1, 1, 1, 2]
+    assert whole.logprobs.tokens[1:4] == ["bytes:\\xe2", "bytes:\\x82", "bytes:\\xac"]
 
 
 def test_special_tokens_are_shown_and_added_as_asked(folder, tokeniser):
@@ -159,17 +163,17 @@ def test_a_stop_string_counts_only_behind_the_least_number_of_tokens(folder, tok
         ({"prompt": [5] * 500}, openai.BadRequestError, r"= 500 \+ 300: at most 400 tokens fit"),
         ({"prompt": [5, VOCABULARY]}, openai.BadRequestError, "prompt = 259: is no token id"),
         ({"prompt": []}, openai.BadRequestError, "prompt = "),
+        ({"n": 128, "prompt": "a"}, openai.BadRequestError, "takes at most 24 requests at once"),
         ({"temperature": -1}, openai.BadRequestError, "temperature = -1"),
         ({"logit_bias": {"9999": 1}}, openai.BadRequestError, "logit_bias = 9999: is no token"),
         ({"model": "gpt"}, openai.NotFoundError, "model = 'gpt': .*legal values: tiny, small"),
     ],
 )
 def test_refusals_are_the_clients_own_exceptions(folder, options, kind, words):
+    limits = {"max_running": 16, "max_queued": 8, "adapters": {"small": "x"}}
     for stream in (False, True):
         with pytest.raises(kind, match=words) as caught:
-            complete(
-                Served(folder, lambda _: [], adapters={"small": "x"}), stream=stream, **options
-            )
+            complete(Served(folder, lambda _: [], **limits), stream=stream, **options)
         assert caught.value.code == "serve/request" and caught.value.param
         assert caught.value.response.headers["x-request-id"]
 

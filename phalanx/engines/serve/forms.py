@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import Any, Protocol
 
 from phalanx.engines.serve.generation import Choice, Generation, Piece
@@ -145,15 +145,11 @@ class CompletionForm(_OpenAIForm):
         num_best = self._asked.sampling.num_logprobs
         if num_best is None:
             return None
-        spelt = [self._tokeniser.spell(token) for token in piece.tokens]
-        offsets, at = [], self._offsets.get(choice.index, 0)
-        for token, text in zip(piece.tokens, spelt):
-            offsets.append(at)
-            is_left_out = self._asked.skip_special and self._tokeniser.is_special(token)
-            at += 0 if is_left_out else len(text)
-        self._offsets[choice.index] = at
+        start = self._offsets.get(choice.index, 0)
+        *offsets, end = accumulate(piece.lengths, initial=start)
+        self._offsets[choice.index] = end
         return {
-            "tokens": spelt,
+            "tokens": [self._tokeniser.spell(token) for token in piece.tokens],
             "token_logprobs": [None if score is None else score[0] for score in piece.scores],
             "top_logprobs": [
                 None

@@ -7,7 +7,8 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
 from phalanx.engines.serve.client import Delta, EngineClient
-from phalanx.engines.serve.protocol import Asked, Prompt
+from phalanx.engines.serve.parameters import wrong
+from phalanx.engines.serve.protocol import Asked
 from phalanx.engines.serve.settings import TokenScore
 from phalanx.engines.serve.text import StopFinder, TextStream, Tokeniser
 from phalanx.errors import PhalanxError
@@ -20,11 +21,13 @@ class Piece:
     """A part of a choice: text and tokens of it, and the reason when it is the last.
 
     Attributes:
+        lengths: characters that each token adds to the text, before any stop string is cut off.
         weight_versions: of the weights that made each output token.
     """
 
     text: str = ""
     tokens: list[int] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)
     scores: list[TokenScore | None] = field(default_factory=list)
     reason: str = ""
     weight_versions: list[str] = field(default_factory=list)
@@ -93,21 +96,23 @@ class Choice:
     def _prompt_piece(self) -> Piece:
         scores: list[TokenScore | None] = [None] * len(self.prompt)
         scores[1 : 1 + len(self.prompt_scores)] = self.prompt_scores
-        text = self._tokeniser.decode(self.prompt, skip_special=self._asked.skip_special)
-        return Piece(text, list(self.prompt), scores)
+        stream = TextStream(self._tokeniser, skip_special=self._asked.skip_special)
+        texts = [stream.push(token) for token in self.prompt]
+        texts[-1] += stream.flush()
+        return Piece("".join(texts), list(self.prompt), list(map(len, texts)), scores)
 
     def _piece(self, delta: Delta) -> Piece:
         is_end = delta.reason == "stop" and not self._asked.include_stop
-        text = "" if is_end else self._text.push(delta.token)
+        raw = "" if is_end else self._text.push(delta.token)
+        raw += self._text.flush() if delta.reason else ""
         # before `min_new` tokens a stop string is text like any other
-        if self.num_output > self._asked.sampling.min_new:
-            text = self._stops.push(text)
+        is_free = self.num_output <= self._asked.sampling.min_new
+        text = raw if is_free else self._stops.push(raw)
         reason = "stop" if self._stops.found else delta.reason
-        if delta.reason and not self._stops.found:
-            text += self._stops.push(self._text.flush()) + self._stops.flush()
-            reason = "stop" if self._stops.found else reason
+        text += self._stops.flush() if delta.reason else ""
         scores = [None if delta.score is None else _finite(delta.score)]
-        return Piece(text, [delta.token], scores, reason, [delta.weight_version])
+        versions = [delta.weight_version]
+        return Piece(text, [delta.token], [len(raw)], scores, reason, versions)
 
 
 class Generation:
@@ -133,7 +138,11 @@ class Generation:
     ) -> None:
         self.asked, self.tokeniser = asked, tokeniser
         self.choices: list[Choice] = []
-        client.require_room(len(prompts) * asked.num_each)
+        most, number = client.settings.max_running + client.settings.max_queued, len(prompts)
+        if number * asked.num_each > most:  # no time will mend it
+            rule = f"this server takes at most {most} requests at once"
+            raise wrong("prompts times n", number * asked.num_each, rule, [most])
+        client.require_room(number * asked.num_each)
         for prompt in prompts:
             client.require_length(len(prompt), max_new_of(asked, prompt, client))
         try:
@@ -214,23 +223,6 @@ def max_new_of(asked: Asked, prompt: Sequence[int], client: EngineClient) -> int
     return max(1, asked.max_new)
 
 
-async def tokens_of(
-    prompt: Prompt, asked: Asked, client: EngineClient, tokeniser: Tokeniser
-) -> list[int]:
-    """A prompt as token ids, cut to its end where asked for."""
-    if isinstance(prompt, str):
-        # encoding long texts takes long enough to hold up the streams of others
-        encode = tokeniser.encode
-        tokens = await asyncio.to_thread(encode, prompt, add_special=asked.add_special)
-    else:
-        tokens = list(prompt)
-    if asked.truncate is None:
-        return tokens
-    room = client.settings.max_tokens - max(1, asked.max_new or 1)
-    keep = max(0, room) if asked.truncate < 0 else asked.truncate
-    return tokens[len(tokens) - keep :] if keep < len(tokens) else tokens
-
-
 def _finite(score: TokenScore) -> TokenScore:
     """JSON has no infinity: what cannot come gets the interface's smallest number."""
     own, tokens, best = score
@@ -243,6 +235,7 @@ def join(pieces: Sequence[Piece]) -> Piece:
     for piece in pieces:
         whole.text += piece.text
         whole.tokens += piece.tokens
+        whole.lengths += piece.lengths
         whole.scores += piece.scores
         whole.reason = whole.reason or piece.reason
         whole.weight_versions += piece.weight_versions

@@ -13,9 +13,9 @@ from phalanx.engines.serve.answers import answer, read_json, unknown_model
 from phalanx.engines.serve.chat import CHAT_TEXT, ChatRenderer, parse_chat
 from phalanx.engines.serve.client import EngineClient
 from phalanx.engines.serve.forms import ChatForm, CompletionForm, Form, TokenForm
-from phalanx.engines.serve.generation import Generation, tokens_of
+from phalanx.engines.serve.generation import Generation
 from phalanx.engines.serve.parameters import Table, boolean, read, text, token_ids, wrong
-from phalanx.engines.serve.protocol import Asked, parse_completion, parse_generate
+from phalanx.engines.serve.protocol import Asked, Prompt, parse_completion, parse_generate
 from phalanx.engines.serve.text import Tokeniser
 from phalanx.errors import JobError
 
@@ -110,12 +110,23 @@ class TextRoutes:
         if asked.stops:
             self._tokeniser.require_text("stop", "use stop_token_ids")
         self._require_ids(asked)
-        prompts = [
-            await tokens_of(prompt, asked, self._client, self._tokeniser)
-            for prompt in asked.prompts
-        ]
+        prompts = [await self._tokens_of(prompt, asked) for prompt in asked.prompts]
         generation = Generation(asked, prompts, self._client, self._tokeniser, adapter)
         return await answer(request, generation, form)
+
+    async def _tokens_of(self, prompt: Prompt, asked: Asked) -> list[int]:
+        """A prompt as token ids, cut to its end where asked for."""
+        if isinstance(prompt, str):
+            # encoding long texts takes long enough to hold up the streams of others
+            encode = self._tokeniser.encode
+            tokens = await asyncio.to_thread(encode, prompt, add_special=asked.add_special)
+        else:
+            tokens = list(prompt)
+        if asked.truncate is None:
+            return tokens
+        room = self._client.settings.max_tokens - max(1, asked.max_new or 1)
+        keep = max(0, room) if asked.truncate < 0 else asked.truncate
+        return tokens[len(tokens) - keep :] if keep < len(tokens) else tokens
 
     def _form(self, request: Request, asked: Asked, form: type) -> Form:
         model, version = asked.model or self._name, self._client.weight_version

@@ -26,13 +26,10 @@ class Tokeniser:
     def __init__(self, folder: str | Path) -> None:
         self._tokenizer = _read_tokenizer(Path(folder) / "tokenizer.json")
         self._anchor: list[int] = []
-        self._special: frozenset[int] = frozenset()
         if self._tokenizer is not None:
             # some drop the space before the first token of a text: spell behind another one
             with contextlib.suppress(Exception):  # one without unknown tokens may know no "a"
                 self._anchor = self._tokenizer.encode("a", add_special_tokens=False).ids[-1:]
-            added = self._tokenizer.get_added_tokens_decoder()
-            self._special = frozenset(token for token, each in added.items() if each.special)
         self.spell = lru_cache(maxsize=1 << 16)(self._spell)
 
     @property
@@ -66,28 +63,29 @@ class Tokeniser:
             return ""
         return self._tokenizer.decode(list(tokens), skip_special_tokens=skip_special)
 
-    def is_special(self, token: int) -> bool:
-        """Whether it is left out where special tokens are."""
-        return token in self._special
-
     def piece(self, token: int) -> str:
         """The token as its vocabulary writes it."""
         known = None if self._tokenizer is None else self._tokenizer.id_to_token(token)
         return f"token_id:{token}" if known is None else known
 
     def _spell(self, token: int) -> str:
-        """One token as text; "token_id:N" for one that has none."""
+        """One token as text; "bytes:\\xe2" for a part of a character, "token_id:N" for no text."""
+        text = self._text(token)
+        if _BROKEN in text:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in self.bytes_of(token))
+        return text or f"token_id:{token}"
+
+    def _text(self, token: int) -> str:
         before = self.decode(self._anchor, skip_special=False)
         both = self.decode([*self._anchor, token], skip_special=False)
         alone = both[len(before) :] if both.startswith(before) else ""
-        return alone or self.decode([token], skip_special=False) or f"token_id:{token}"
+        return alone or self.decode([token], skip_special=False)
 
     def bytes_of(self, token: int) -> list[int]:
         """The bytes of one token, also where they are only a part of a character."""
-        text = self.spell(token)
+        text, piece = self._text(token), self.piece(token)
         if _BROKEN not in text:
-            return list(text.encode())
-        piece = self.piece(token)
+            return list((text or piece).encode())
         if found := _BYTE_TOKEN.fullmatch(piece):
             return [int(found[1], 16)]
         known = _byte_alphabet()
@@ -127,7 +125,11 @@ class TextStream:
         self, tokeniser: Tokeniser, context: Sequence[int] = (), *, skip_special: bool = True
     ) -> None:
         self._tokeniser, self._skip_special = tokeniser, skip_special
-        self._tokens = list(context[-_CONTEXT:])
+        num = min(_CONTEXT, len(context))
+        # not from the middle of a character on, which would spoil what follows it
+        while num < min(2 * _CONTEXT, len(context)) and _BROKEN in self._decode(context[-num:]):
+            num += 1
+        self._tokens = list(context[len(context) - num :])
         self._start = 0
         self._end = len(self._tokens)
 
