@@ -14,7 +14,6 @@ constexpr std::int64_t kMostRows = 64;       // of x in one product
 constexpr std::int64_t kBlockRows = 32;      // rows of a matrix whose products are made together
 constexpr std::int64_t kBlockTokens = 16;    // of the paged cache
 constexpr std::int64_t kSplitTokens = 256;   // of one part of an attention row
-constexpr std::int64_t kMostCandidates = 64;
 
 // A matrix [rows, columns] of bfloat16 in the order of torch.
 struct Matrix {

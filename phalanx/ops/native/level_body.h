@@ -122,14 +122,14 @@ void best(Matrix w, const void* x, int64_t rows, int64_t first, int64_t last, in
     for (int64_t s = 0; s < rows; ++s) values[s] = largest[s], places[s] = place_of[s];
 }
 
-// weighted[g, c] += sum over the tokens low .. high - 1 of weights[t, g] * values[t, c].
+// weighted[g, c] += sum over `count` tokens of weights[t, g] * values[t, c].
 template <int kHeads, int kVectors>
 void add_values(const float* weights, int64_t width, const bf16* values, int64_t channels,
-                int64_t low, int64_t high, float* weighted) {
+                int64_t count, float* weighted) {
   Floats sums[kHeads][kVectors];
   for (int g = 0; g < kHeads; ++g)
     for (int v = 0; v < kVectors; ++v) sums[g][v] = loaded(weighted + g * channels + v * kLanes);
-  for (int64_t t = low; t < high; ++t) {
+  for (int64_t t = 0; t < count; ++t) {
     Floats row[kVectors];
     for (int v = 0; v < kVectors; ++v) row[v] = widened(values + t * channels + v * kLanes);
     for (int g = 0; g < kHeads; ++g)
@@ -141,79 +141,85 @@ void add_values(const float* weights, int64_t width, const bf16* values, int64_t
 
 template <int kHeads>
 void add_value_heads(const float* weights, int64_t width, const bf16* values, int64_t channels,
-                     int64_t low, int64_t high, float* weighted) {
+                     int64_t count, float* weighted) {
   constexpr int kVectors = kLanes == 16 ? 4 : 2;  // as many sums as there are registers for
   int64_t c = 0;
   for (; c + kVectors * kLanes <= channels; c += kVectors * kLanes)
-    add_values<kHeads, kVectors>(weights, width, values + c, channels, low, high, weighted + c);
+    add_values<kHeads, kVectors>(weights, width, values + c, channels, count, weighted + c);
   for (; c < channels; c += kLanes)
-    add_values<kHeads, 1>(weights, width, values + c, channels, low, high, weighted + c);
+    add_values<kHeads, 1>(weights, width, values + c, channels, count, weighted + c);
 }
 
-// Scores [token, head] of all tokens of a part.
-void score(const AttentionPart& part, void* packed, int64_t width, float* scores) {
+// Scores [token, head] of the tokens of a part, `cells` per token; those that no head has are 0.
+// `room` takes the scores of whole blocks, a row of `width` per token.
+void score(const AttentionPart& part, void* packed, int64_t cells, float* room) {
+  const int64_t width = columns_of(part.group), base = part.first / kBlockTokens * kBlockTokens;
   pack(part.queries, part.group, part.channels, packed);
-  for (int64_t t = part.first / kBlockTokens * kBlockTokens; t < part.last; t += kBlockTokens) {
+  for (int64_t t = base; t < part.last; t += kBlockTokens) {
     const bf16* keys = part.keys + part.blocks[t / kBlockTokens] * part.block_stride;
     products(keys, part.channels, kBlockTokens, part.channels, packed, part.group,
-             scores + (t - part.first / kBlockTokens * kBlockTokens) * width);
+             room + (t - base) * width);
   }
+  for (int64_t t = part.first; t < part.last; ++t)
+    for (int64_t g = 0; g < cells; ++g)
+      room[(t - part.first) * cells + g] = g < part.group ? room[(t - base) * width + g] : 0.0f;
 }
 
-// Scores [tokens, width] become weights exp(score - peak); peaks and sums per head. Whole rows are
-// computed, the columns that no head has too: vectors without remainders.
+// Scores become weights exp(score - peak); peaks and sums per head. Vectors run across tokens and
+// heads: lane l is head l % cells.
 template <bool kCapped>
-void weigh(const AttentionPart& part, int64_t width, float* scores, float* peaks, float* sums) {
+void weigh(const AttentionPart& part, int64_t cells, float* scores, float* peaks, float* sums) {
   alignas(64) float peak[kMostRows], sum[kMostRows];
-  const int64_t base = part.first / kBlockTokens * kBlockTokens;
-  for (int64_t g = 0; g < width; ++g) peak[g] = -INFINITY, sum[g] = 0.0f;
-  for (int64_t t = part.first - base; t < part.last - base; ++t) {
-    float* row = scores + t * width;
-    for (int64_t from = 0; from < width; from += 16) {
+  const int64_t lanes = cells < 16 ? 16 : cells, count = (part.last - part.first) * cells;
+  const int64_t whole = (count + lanes - 1) / lanes * lanes;
+  const float scale = part.scale, cap = part.cap;
 #pragma omp simd
-      for (int64_t g = from; g < from + 16; ++g) {
-        float value = row[g] * part.scale;
-        if (kCapped) {
-          const float e = exp_of(-2.0f * value / part.cap);
-          value = part.cap * (1.0f - e) / (1.0f + e);
-        }
-        row[g] = value;
-        peak[g] = value > peak[g] ? value : peak[g];
-      }
+  for (int64_t i = 0; i < count; ++i) {
+    scores[i] *= scale;
+    if (kCapped) {
+      const float e = exp_of(-2.0f * scores[i] / cap);
+      scores[i] = cap * (1.0f - e) / (1.0f + e);
     }
   }
-  for (int64_t t = part.first - base; t < part.last - base; ++t) {
-    float* row = scores + t * width;
-    for (int64_t from = 0; from < width; from += 16) {
+  for (int64_t i = count; i < whole; ++i) scores[i] = -INFINITY;
+  for (int64_t l = 0; l < lanes; ++l) peak[l] = -INFINITY, sum[l] = 0.0f;
+  for (int64_t i = 0; i < whole; i += lanes)
 #pragma omp simd
-      for (int64_t g = from; g < from + 16; ++g) {
-        row[g] = exp_of(row[g] - peak[g]);
-        sum[g] += row[g];
-      }
+    for (int64_t l = 0; l < lanes; ++l)
+      peak[l] = scores[i + l] > peak[l] ? scores[i + l] : peak[l];
+  for (int64_t l = cells; l < lanes; ++l)
+    peak[l % cells] = peak[l] > peak[l % cells] ? peak[l] : peak[l % cells];
+  for (int64_t l = cells; l < lanes; ++l) peak[l] = peak[l % cells];
+  for (int64_t i = 0; i < whole; i += lanes)
+#pragma omp simd
+    for (int64_t l = 0; l < lanes; ++l) {
+      scores[i + l] = exp_of(scores[i + l] - peak[l]);
+      sum[l] += scores[i + l];
     }
-  }
+  for (int64_t l = cells; l < lanes; ++l) sum[l % cells] += sum[l];
   for (int64_t g = 0; g < part.group; ++g) peaks[g] = peak[g], sums[g] = sum[g];
 }
 
 void attend(const AttentionPart& part, void* packed, float* weighted, float* peaks, float* sums) {
   alignas(64) float scores[(kSplitTokens + kBlockTokens) * kMostRows];
-  const int64_t width = columns_of(part.group), channels = part.channels;
-  const int64_t base = part.first / kBlockTokens * kBlockTokens;
-  for (int64_t i = 0; i < (part.last - base + kBlockTokens) * width; ++i) scores[i] = 0.0f;
-  score(part, packed, width, scores);
-  part.cap == 0.0f ? weigh<false>(part, width, scores, peaks, sums)
-                   : weigh<true>(part, width, scores, peaks, sums);
+  const int64_t channels = part.channels;
+  int64_t cells = 1;  // the group, rounded up to what divides a vector or what vectors divide
+  while (cells < part.group) cells = cells < 16 ? 2 * cells : cells + 16;
+  score(part, packed, cells, scores);
+  part.cap == 0.0f ? weigh<false>(part, cells, scores, peaks, sums)
+                   : weigh<true>(part, cells, scores, peaks, sums);
   for (int64_t i = 0; i < part.group * channels; ++i) weighted[i] = 0.0f;
-  for (int64_t t = base; t < part.last; t += kBlockTokens) {
-    const bf16* values = part.values + part.blocks[t / kBlockTokens] * part.block_stride;
-    const int64_t low = t < part.first ? part.first - t : 0;
-    const int64_t high = least(kBlockTokens, part.last - t);
-    const float* weights = scores + (t - base) * width;
+  for (int64_t t = part.first; t < part.last;) {
+    const int64_t inside = t % kBlockTokens, count = least(kBlockTokens - inside, part.last - t);
+    const bf16* values = part.values + part.blocks[t / kBlockTokens] * part.block_stride +
+                         inside * channels;
+    const float* weights = scores + (t - part.first) * cells;
     int64_t g = 0;
     for (; g + 4 <= part.group; g += 4)
-      add_value_heads<4>(weights + g, width, values, channels, low, high, weighted + g * channels);
+      add_value_heads<4>(weights + g, cells, values, channels, count, weighted + g * channels);
     for (; g < part.group; ++g)
-      add_value_heads<1>(weights + g, width, values, channels, low, high, weighted + g * channels);
+      add_value_heads<1>(weights + g, cells, values, channels, count, weighted + g * channels);
+    t += count;
   }
 }
 
