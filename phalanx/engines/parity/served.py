@@ -37,16 +37,10 @@ def generate(
     """Greedy continuations by what is served, with the kernels that serve, and their logits."""
     engine = _engine(subject, subject.export, prompts, num_new, dtype)
     requests = _requests(prompts, num_new)
-    inbox = _Inbox(requests, watched := _WatchedModel(engine.model))
-    _drive(subject, engine, watched, inbox)
+    inbox = _Inbox(requests, _WatchedModel(engine.model))
+    _drive(subject, engine, inbox)
     sequences = Sequences(prompts, [each.tokens[each.num_prompt :] for each in requests])
-    collector = _collector(sequences, watched)
-    hidden_PD = torch.cat(inbox.chosen_from)
-    for first in range(0, len(hidden_PD), ROWS):
-        part = slice(first, first + ROWS)
-        logits_RV = watched.model.logits(hidden_PD[part])
-        collector.add(inbox.places[part], logits_RV, inbox.choices[part])
-    return sequences, collector.observed()
+    return sequences, inbox.observed(sequences)
 
 
 def observe_merged(subject: Subject, sequences: Sequences, dtype: str) -> Observed:
@@ -103,20 +97,14 @@ def _replayed(
     subject: Subject, engine: ServeEngine, sequences: Sequences, adapter: str
 ) -> Observed:
     requests = _requests(sequences.prompts, sequences.num_new, adapter)
-    watched = _ReplayedModel(engine.model)
-    inbox = _Replay(requests, watched, sequences)
-    _drive(subject, engine, watched, inbox)
-    return inbox.collector.observed()
+    inbox = _Replay(requests, _ReplayedModel(engine.model), sequences)
+    _drive(subject, engine, inbox)
+    return inbox.observed(sequences)
 
 
-def _drive(subject: Subject, engine: ServeEngine, watched: _WatchedModel, inbox: _Inbox) -> None:
-    engine.model = watched  # type: ignore[assignment]
+def _drive(subject: Subject, engine: ServeEngine, inbox: _Inbox) -> None:
+    engine.model = inbox.watched  # type: ignore[assignment]
     drive(EngineWorld(engine, inbox), reacts=[build("serve", subject.scheduler, "plan.serve")])
-
-
-def _collector(sequences: Sequences, watched: _WatchedModel) -> Collector:
-    dtype = torch.promote_types(watched.model.dtype, torch.float32)
-    return Collector(sequences, watched.model.config.vocab_size, dtype)
 
 
 class _WatchedModel:
@@ -136,29 +124,30 @@ class _WatchedModel:
 
 
 class _ReplayedModel(_WatchedModel):
-    """The same with whole logits, which are wanted here; the head is then computed once."""
+    """The same where tokens are given: the head, half of the work, is left for later."""
 
     def greedy(self, hidden_RD: Tensor) -> tuple[Tensor, Tensor]:
-        """The best token of each row [R] and its logit [R]."""
-        self.chosen_from = self.model.logits(hidden_RD)
-        best = self.chosen_from.max(-1)
-        return best.indices, best.values.float()
+        """Any token."""
+        self.chosen_from = hidden_RD
+        nothing_R = hidden_RD.new_zeros(len(hidden_RD))
+        return nothing_R.long(), nothing_R.float()
 
 
 class _Inbox:
-    """Requests that arrive in groups.
+    """Requests that arrive in groups, and what their tokens were chosen from.
 
-    Attributes:
-        places, choices: position and token of each row that a token was chosen from.
-        chosen_from: hidden states of these rows, step by step.
+    Args:
+        requests: with ids from 0 on, all of the same `max_new`.
+        watched: the model of the engine that serves them.
     """
 
     def __init__(self, requests: Sequence[Request], watched: _WatchedModel) -> None:
-        self._requests, self._watched = requests, watched
+        self.watched = watched
+        self._requests = requests
         self._num_arrived = self._num_calls = self._num_ended = 0
-        self.places: list[int] = []
-        self.choices: list[int] = []
-        self.chosen_from: list[Tensor] = []
+        self._places: list[int] = []
+        self._choices: list[int] = []
+        self._chosen_from: list[Tensor] = []
 
     def receive(self, wait: bool) -> list[Request | Cancel] | None:
         """A group every other step; None when all requests have ended."""
@@ -171,27 +160,35 @@ class _Inbox:
         return list(self._requests[first : self._num_arrived])
 
     def deliver(self, result: StepResult) -> None:
-        """Note what was chosen, and from what."""
+        """Note positions and choices of a step, and the rows behind them."""
         if not result.outputs:
             return
-        places = []
+        rows = self.watched.chosen_from
+        assert rows is not None and len(rows) == len(result.outputs)
+        self._chosen_from.append(rows.clone())
         for each in result.outputs:
             request = self._requests[each.request]
-            places.append(each.request * request.sampling.max_new + request.num_new - 1)
+            self._places.append(each.request * request.sampling.max_new + request.num_new - 1)
+            self._choices.append(each.token)
             self._num_ended += bool(each.reason)
-        rows = self._watched.chosen_from
-        assert rows is not None and len(rows) == len(places)
-        self.note(places, [each.token for each in result.outputs], rows)
-
-    def note(self, places: list[int], choices: list[int], rows: Tensor) -> None:
-        """Rows of one step."""
-        self.places += places
-        self.choices += choices
-        self.chosen_from.append(rows.clone())
 
     def refuse(self, request: int, error: PhalanxError) -> None:
         """All requests can be served: an error is one of the engine."""
         raise error
+
+    def observed(self, sequences: Sequences) -> Observed:
+        """Logits of all positions, once all requests have ended; choices are the engine's."""
+        return self._observed(sequences, self._choices)
+
+    def _observed(self, sequences: Sequences, choices: Sequence[int]) -> Observed:
+        model = self.watched.model
+        dtype = torch.promote_types(model.dtype, torch.float32)
+        collector = Collector(sequences, model.config.vocab_size, dtype)
+        hidden_PD = torch.cat(self._chosen_from)
+        for first in range(0, len(hidden_PD), ROWS):
+            part = slice(first, first + ROWS)
+            collector.add(self._places[part], model.logits(hidden_PD[part]), choices[part])
+        return collector.observed()
 
 
 class _Replay(_Inbox):
@@ -201,12 +198,15 @@ class _Replay(_Inbox):
         self, requests: Sequence[Request], watched: _WatchedModel, sequences: Sequences
     ) -> None:
         super().__init__(requests, watched)
-        self._tokens = sequences.tokens_P().tolist()
-        self.collector = _collector(sequences, watched)
+        self._forced = sequences.forced
 
-    def note(self, places: list[int], choices: list[int], rows: Tensor) -> None:
-        """Keep of the logits what is compared, and put the given tokens in place."""
-        self.collector.add(places, rows, choices)
-        for place in places:
-            request = self._requests[place // self._requests[0].sampling.max_new]
-            request.tokens[-1] = self._tokens[place]
+    def deliver(self, result: StepResult) -> None:
+        """As usual; then put the given tokens in place."""
+        super().deliver(result)
+        for each in result.outputs:
+            request = self._requests[each.request]
+            request.tokens[-1] = self._forced[each.request][request.num_new - 1]
+
+    def observed(self, sequences: Sequences) -> Observed:
+        """Choices are the best of the logits."""
+        return self._observed(sequences, ())
