@@ -20,7 +20,7 @@ from phalanx.job.sections import ServeSection
 from phalanx.models.config import DecoderConfig, to_huggingface
 from phalanx.plan import locked_versions
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 _WORKER = "phalanx.engines.serve.bench"
 _QUIET_FRAC = 0.8  # what was measured with a smaller share of a core is used once and not kept
 
