@@ -74,10 +74,10 @@ def test_chunks_join_to_the_whole_text_which_ends_at_the_first_stop_string(
     reasons = [part.finish_reason for part in parts]
     assert reasons == [None] * (len(parts) - 1) + [choice.finish_reason]
     made = tokeniser.decode(ids[:max_tokens])
-    at = [(made.find(stop), len(stop)) for stop in stops if stop in made]
-    if at:
-        first, length = min(at)
-        assert choice.text == made[: first + length * keep] and choice.finish_reason == "stop"
+    found = [(at + len(stop), at) for stop in stops if (at := made.find(stop)) >= 0]
+    if found:
+        end, at = min(found)
+        assert choice.text == made[: end if keep else at] and choice.finish_reason == "stop"
     else:
         assert choice.text == made
         assert choice.finish_reason == ("length" if len(ids) >= max_tokens else "stop")

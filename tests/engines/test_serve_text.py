@@ -129,16 +129,16 @@ def test_the_bytes_of_tokens_join_to_the_text_also_within_characters(tokeniser, 
     stops=st.lists(st.text("abc", min_size=1, max_size=4), max_size=3),
     cuts=st.lists(st.integers(0, 20), max_size=6),
 )
-def test_text_ends_before_the_first_stop_string(text, stops, cuts):
+def test_text_ends_at_the_first_complete_stop_string_however_it_is_cut(text, stops, cuts):
     finder, shown, start = StopFinder(stops), "", 0
     for cut in [*sorted(cuts), len(text)]:
         shown += finder.push(text[start : max(start, cut)])
         start = max(start, cut)
         if finder.found:
             break
-    places = [at for stop in stops if (at := text[:start].find(stop)) >= 0]
-    assert finder.found == bool(places)
-    assert shown + finder.flush() == (text[: min(places)] if places else text)
+    found = [(at + len(stop), at) for stop in stops if (at := text.find(stop)) >= 0]
+    assert finder.found == bool(found)
+    assert shown + finder.flush() == (text[: min(found)[1]] if found else text)
 
 
 @given(text=st.text("abc", max_size=20), stop=st.text("abc", min_size=1, max_size=3))

@@ -155,7 +155,9 @@ class TextStream:
 
 
 class StopFinder:
-    """Cuts text at the first stop string; holds back what could be the beginning of one.
+    """Cuts text at the stop string that is complete first; holds back what may begin one.
+
+    So the result does not depend on the pieces in which the text comes.
 
     Args:
         keep: whether the stop string stays at the end of the text.
@@ -169,11 +171,11 @@ class StopFinder:
     def push(self, text: str) -> str:
         """Text that is safe to give away; `found` when a stop string came."""
         self._held += text
-        places = [(at, stop) for stop in self._stops if (at := self._held.find(stop)) >= 0]
-        if places:
+        found = [(at + len(stop), at) for stop in self._stops if (at := self._held.find(stop)) >= 0]
+        if found:
             self.found = True
-            at, stop = min(places, key=lambda place: (place[0], len(place[1])))
-            text, self._held = self._held[: at + len(stop) * self._keep], ""
+            end, at = min(found)
+            text, self._held = self._held[: end if self._keep else at], ""
             return text
         num_held = max((_overlap(self._held, stop) for stop in self._stops), default=0)
         keep = len(self._held) - num_held
