@@ -88,17 +88,19 @@ struct Block {
   int64_t x_step;  // elements of x from a column tile to the next
 };
 
-// As many lines of the next block as one step of columns takes, in the order of memory.
-inline void prefetch(const bf16* next) {
+// What the loop reads kAhead column tiles later: of these rows, or of the next block.
+inline void prefetch(const bf16* w, const Block& block, int64_t left) {
+  constexpr int64_t kAhead = 4 * kTileColumns;
+  w += left > kAhead ? kAhead : kBlockRows * block.stride + kAhead - block.columns;
   for (int64_t i = 0; i < kBlockRows; ++i)
-    _mm_prefetch(reinterpret_cast<const char*>(next + i * kTileColumns), _MM_HINT_T1);
+    _mm_prefetch(reinterpret_cast<const char*>(w + i * block.stride), _MM_HINT_T0);
 }
 
 // Tiles: 0..3 sums, 4 and 5 of w, 6 and 7 of x.
 template <bool kLower, bool kSecond>
 void multiply(const Block& block, float* out, int64_t width) {
   alignas(64) bf16 room[2][kTileSize];
-  const bf16 *w = block.w, *x = block.x, *next = w + kBlockRows * block.stride;
+  const bf16 *w = block.w, *x = block.x;
   _tile_zero(0);
   if constexpr (kSecond) _tile_zero(1);
   if constexpr (kLower) _tile_zero(2);
@@ -118,9 +120,9 @@ void multiply(const Block& block, float* out, int64_t width) {
       _tile_loadd(5, lower.at, lower.stride_bytes);
       _tile_dpbf16ps(2, 5, 6);
       if constexpr (kSecond) _tile_dpbf16ps(3, 5, 7);
-      prefetch(next);
+      prefetch(w, block, left);
     }
-    w += kTileColumns, x += block.x_step, next += kBlockRows * kTileColumns;
+    w += kTileColumns, x += block.x_step;
   }
   _tile_stored(0, out, 4 * width);
   if constexpr (kSecond) _tile_stored(1, out + kTileRows, 4 * width);

@@ -94,7 +94,7 @@ class Room {
 };
 
 constexpr int64_t kSerialBytes = 1 << 15;  // smaller matrices are not worth waking threads
-constexpr int64_t kPartBytes = 1 << 17;    // of a matrix, which a thread takes at once
+constexpr int64_t kPartBytes = 1 << 18;    // of a matrix, which a thread takes at once
 constexpr int64_t kPartTokens = 1 << 13;   // of a vocabulary
 
 struct Range {
@@ -223,8 +223,9 @@ void phalanx_vocabulary_best(const bf16* x, const bf16* w, float* values, int64_
 // [block, kv_head, token, channel]. blocks [requests, num_blocks]; each request sees the tokens
 // seen[r].low .. seen[r].high - 1 counted from its first block's first token.
 void phalanx_paged_decode(const bf16* q, const bf16* keys, const bf16* values,
-                          const int64_t* blocks, const Range* seen, bf16* out, int64_t requests, int64_t num_blocks, int64_t kv_heads,
-                          int64_t group, int64_t channels, float scale, float cap) {
+                          const int64_t* blocks, const Range* seen, bf16* out, int64_t requests,
+                          int64_t num_blocks, int64_t kv_heads, int64_t group, int64_t channels,
+                          float scale, float cap) {
   static thread_local std::vector<int64_t> ends;  // of the parts of each request
   static thread_local Room parts_room;
   const Level& by = level();

@@ -67,7 +67,8 @@ void phalanx_add_norm(bf16* x, const bf16* y, const float* after, const float* b
 }
 
 // Rows of gate_up [rows, 2 * channels] become activation(gate) * up; kind as in kernels.cpp.
-void phalanx_gate_pairs(const bf16* gate_up, bf16* out, int64_t rows, int64_t channels, int64_t kind) {
+void phalanx_gate_pairs(const bf16* gate_up, bf16* out, int64_t rows, int64_t channels,
+                        int64_t kind) {
 #pragma omp parallel for schedule(static) if (rows * channels > kSerial)
   for (int64_t r = 0; r < rows; ++r) {
     const bf16 *gate = gate_up + 2 * r * channels, *up = gate + channels;
