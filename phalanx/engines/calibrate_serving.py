@@ -22,6 +22,7 @@ from phalanx.plan import locked_versions
 
 FORMAT_VERSION = 2
 _WORKER = "phalanx.engines.serve.bench"
+_TIMEOUT_S = 300.0  # kernels may have to be compiled
 _QUIET_FRAC = 0.8  # what was measured with a smaller share of a core is used once and not kept
 
 
@@ -64,7 +65,7 @@ def calibrate_serving(
             task, answer = Path(folder) / "task.json", Path(folder) / "answer.json"
             task.write_text(json.dumps(made_of))
             start_s = perf_counter()
-            launch_local(_WORKER, [str(task), str(answer)], 1, timeout_s=120.0)
+            launch_local(_WORKER, [str(task), str(answer)], 1, timeout_s=_TIMEOUT_S)
             table = {"made_of": made_of, **json.loads(answer.read_text())}
         table["measured_s"] = perf_counter() - start_s
         new.write_text(json.dumps(table, indent=1) + "\n")

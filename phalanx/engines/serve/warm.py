@@ -32,7 +32,8 @@ def measure_rates(engine: ServeEngine, *, allowed_s: float = 0.8) -> ServeRates:
 
     Args:
         engine: weights and an empty cache.
-        allowed_s: no round but the first starts later: a large model takes longer.
+        allowed_s: from the first two steps on; no round but the first starts later, so a large
+            model takes longer.
     """
     assert not engine.requests, "rates are measured before the first request"
     counters = {name: getattr(engine, name) for name in _COUNTERS}
@@ -44,8 +45,10 @@ def measure_rates(engine: ServeEngine, *, allowed_s: float = 0.8) -> ServeRates:
 
 
 def _measure(engine: ServeEngine, allowed_s: float) -> ServeRates:
-    start_s, probes = perf_counter(), _Probes(engine)
+    probes = _Probes(engine)
     probes.write_cache()
+    probes.first_steps()
+    start_s = perf_counter()
     chunks = probes.chunks(allowed_s)
     steps = _steps(probes, chunks)
     rounds: list[dict[str, float]] = []
@@ -140,11 +143,15 @@ class _Probes:
         rows = blocks // num_blocks_of(self.num_cached + 1)
         self.num_reading = max(1, min(rows, self.num_rows, _LONG_ROWS))
 
+    def first_steps(self) -> None:
+        """A prompt and a decoding step: kernels may be compiled now, which can take a minute."""
+        self.time_s(1, self._shortest, 0, True)
+        self.time_s(self.num_rows, 1, 0, True)
+
     def chunks(self, allowed_s: float) -> list[int]:
         """Prompt lengths to be timed, rising."""
         most = min(self._limits.max_step_tokens, self._limits.max_tokens)
         chunks = [self._shortest]
-        self.time_s(1, self._shortest, 0, True)  # what comes first is slower
         for count, share in _CHUNKS[1:]:
             if count > most or self.time_s(1, chunks[-1], 0, False) > share * allowed_s:
                 break
