@@ -10,7 +10,7 @@ import torch
 from phalanx.engines.serve.engine import ServeEngine
 from phalanx.engines.serve.kv import PagedKv
 from phalanx.engines.serve.kv_room import KvLimits, sliding_bytes, token_bytes
-from phalanx.engines.serve.model import PackedDecoder
+from phalanx.engines.serve.model import LayerAdapters, PackedDecoder
 from phalanx.engines.serve.settings import ServeSettings, require_servable
 from phalanx.errors import JobError
 from phalanx.models.config import parse_config
@@ -81,7 +81,9 @@ def wide_config(family: str, dtype: str) -> DecoderConfig:
 
 
 @torch.no_grad()
-def forced_logits(model: PackedDecoder, dtype: torch.dtype) -> torch.Tensor:
+def forced_logits(
+    model: PackedDecoder, dtype: torch.dtype, adapters: LayerAdapters | None = None
+) -> torch.Tensor:
     """Logits of given tokens: two prompts, in chunks, then decoded together."""
     kv = PagedKv(model.config, LIMITS.max_running * LIMITS.max_tokens, LIMITS, dtype=dtype)
     texts = [random_tokens(model.config, 60, seed=seed) for seed in (1, 2)]
@@ -94,7 +96,7 @@ def forced_logits(model: PackedDecoder, dtype: torch.dtype) -> torch.Tensor:
         places = [torch.arange(start, start + count) for start, count in zip(starts, new)]
         tokens_S = torch.cat([texts[i][place] for i, place in zip(which, places)])
         steps = kv.step(which, new)
-        hidden.append(model.forward(tokens_S, torch.cat(places), steps, kv.pools))
+        hidden.append(model.forward(tokens_S, torch.cat(places), steps, kv.pools, adapters))
     return model.logits(torch.cat(hidden)).double()
 
 
@@ -116,6 +118,23 @@ def test_compiled_layers_are_no_further_off_than_plain_ones(family):
     errors = [(found - exact).square().mean().sqrt() for found in (compiled, plain)]
     assert 0 < errors[0] <= 1.1 * errors[1]
     assert errors[0] < 0.1 * exact.square().mean().sqrt()
+
+
+class NothingAdded:
+    """Adapters that change nothing; a layer then is computed product by product."""
+
+    def add_(self, out_SF: torch.Tensor, x_SD: torch.Tensor, layer: int, matrix: str) -> None:
+        pass
+
+
+@pytest.mark.skipif(not native.levels(), reason="no C++ compiler here")
+@pytest.mark.parametrize("family", ["llama3", "gemma3"])
+def test_a_layer_in_one_call_gives_the_bits_of_its_parts(family):
+    model = PackedDecoder(wide_config(family, "bfloat16"))
+    model.update(random_decoder(wide_config(family, "float32"), seed=3).state_dict().items())
+    whole = forced_logits(model, torch.bfloat16)
+    parts = forced_logits(model, torch.bfloat16, NothingAdded())
+    assert model.is_compiled and torch.equal(whole, parts)
 
 
 def test_experts_are_refused_before_anything_starts(tmp_path):
