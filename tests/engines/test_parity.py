@@ -13,8 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from phalanx.engines.parity import prove
 from phalanx.engines.parity.observed import Observed, Sequences
+from phalanx.engines.parity.proof import prove
 from phalanx.engines.parity.rules import Pair, RoundedRule, add_exact_rows
 from phalanx.engines.serve import model as serve_model
 from phalanx.errors import JobError
