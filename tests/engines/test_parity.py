@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from phalanx.engines.parity import proof as proof_module
 from phalanx.engines.parity.observed import Observed, Sequences
 from phalanx.engines.parity.proof import prove
 from phalanx.engines.parity.rules import Pair, RoundedRule, add_exact_rows
@@ -186,6 +187,17 @@ def test_full_fine_tuning_has_no_adapter_forms(tmp_path, dtype):
     assert said.endswith("forms trainer, merged, transformers")
     quantity = "parity/export/largest distance of a weight"
     assert next(row for row in report.rows if row.quantity == quantity).value is None
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_without_transformers_our_own_decoder_reads_the_export(runs, monkeypatch, dtype):
+    monkeypatch.setattr(proof_module, "_version", lambda package: "")
+    report = proof(runs("gemma3", dtype))
+    assert missed(report) == []
+    assert report.notes["parity"].endswith("forms trainer, live adapter, merged")
+    left_out = [row.quantity for row in report.rows if row.note.startswith("left out")]
+    assert ("parity/merged bfloat16" in left_out) == (dtype == "bfloat16")
+    assert "parity/peft" in left_out
 
 
 def test_what_cannot_be_compared_is_refused(tmp_path, runs):

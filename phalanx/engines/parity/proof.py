@@ -38,6 +38,7 @@ from phalanx.errors import JobError
 from phalanx.report import Report
 
 NUM_NEW = 32
+_NO_MEASURE = "transformers, whose own rounding is the measure, is not installed"
 _ORDER = ("trainer", "live adapter", "merged", "transformers", "peft", "vllm")
 
 
@@ -71,7 +72,7 @@ class _Proof:
         self.has_adapter = subject.lora is not None
         self.has_transformers = _version("transformers") != ""
         self._report = Report("Trained = served")
-        self._forms: set[str] = set()
+        self._forms = {"trainer"}
         self.sequences, self.generated = generate(subject, prompts, num_new, self.served)
         num = len(prompts)
         self._extent = f"{num} prompts x {num_new} tokens, {num * num_new} positions"
@@ -101,10 +102,12 @@ class _Proof:
         return observe(self.subject, self.sequences, dtype)
 
     def _pair(self, form: str, dtype: str, against: str, *packages: str) -> Pair:
-        self._forms |= {form, *packages} & set(_ORDER)
-        versions = [f"phalanx {phalanx.__version__}"]
-        versions += [f"{each} {_version(each)}" for each in ("torch", *packages) if _version(each)]
-        note = f"{dtype}, {self._extent}, {', '.join(versions)}"
+        installed = [each for each in ("torch", *packages) if _version(each)]
+        self._forms |= {form, *installed} & set(_ORDER)
+        versions = [f"{each} {_version(each)}" for each in installed]
+        note = (
+            f"{dtype}, {self._extent}, {', '.join((f'phalanx {phalanx.__version__}', *versions))}"
+        )
         return Pair(f"{form} {dtype}", against, note)
 
     # ---- files ---------------------------------------------------------------------------------
@@ -174,8 +177,7 @@ class _Proof:
     def _add_rounded(self, trainer: Observed, exported: Observed) -> RoundedRule | None:
         """What is served is in a narrower dtype: as good as transformers in it."""
         if not self.has_transformers:
-            reason = "transformers, whose own rounding is the measure, is not installed"
-            self._leave_out(f"merged {self.served}", reason)
+            self._leave_out(f"merged {self.served}", _NO_MEASURE)
             return None
         rule = RoundedRule(self._see(observe_transformers, self.served), exported, self.num_new)
         report, exact = self._report, f"transformers in {self.exact}"
@@ -196,6 +198,8 @@ class _Proof:
 
     def _add_vllm(self, exported: Observed, rule: RoundedRule | None) -> None:
         interpreter, reason = vllm_interpreter()
+        if not reason and rule is None and self.subject.is_rounded:
+            reason = _NO_MEASURE
         if reason:
             self._leave_out("vllm", reason)
             return
