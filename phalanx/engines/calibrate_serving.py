@@ -15,7 +15,7 @@ from typing import Any
 
 from phalanx.data.cached import cache_folder, cached_file, content_key
 from phalanx.doctor.machine import num_cores, processor_name
-from phalanx.engines.launch import launch_local
+from phalanx.engines.launch import WAITING, launch_local
 from phalanx.job.sections import ServeSection
 from phalanx.models.config import DecoderConfig, to_huggingface
 from phalanx.plan import locked_versions
@@ -65,7 +65,9 @@ def calibrate_serving(
             task, answer = Path(folder) / "task.json", Path(folder) / "answer.json"
             task.write_text(json.dumps(made_of))
             start_s = perf_counter()
-            launch_local(_WORKER, [str(task), str(answer)], 1, timeout_s=_TIMEOUT_S)
+            launch_local(
+                _WORKER, [str(task), str(answer)], 1, timeout_s=_TIMEOUT_S, environment=WAITING
+            )
             table = {"made_of": made_of, **json.loads(answer.read_text())}
         table["measured_s"] = perf_counter() - start_s
         new.write_text(json.dumps(table, indent=1) + "\n")
