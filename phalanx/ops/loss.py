@@ -21,6 +21,9 @@ from phalanx.ops.vocabulary import VocabularyPart
 # A tile's float32 logits should stay in a core's L2 cache; a chunk's logits bound the memory.
 _TILE_ELEMENTS = 1 << 18
 _CHUNK_BYTES = 1 << 27
+# CPU libraries compile and keep a kernel for every shape of a product in 16 bits (0.7 MB with AMX),
+# so rows are filled up with zeros: a few shapes instead of one per number of targets.
+_ROW_MULTIPLE = 32
 
 
 def counted_cross_entropy(
@@ -82,8 +85,8 @@ def token_losses(
     with torch.no_grad():
         rows_ND = hidden_SD.index_select(0, counted_N)
         parts = [
-            _Chunk(rows_nD, head_VD, targets_n, split).losses_n
-            for rows_nD, targets_n in split.chunks(rows_ND, head_VD, targets_N)
+            _Chunk(rows_nD, head_VD, targets_n, split).losses_n[:count]
+            for rows_nD, targets_n, count in split.chunks(rows_ND, head_VD, targets_N)
         ]
         return torch.cat(parts)
 
@@ -101,14 +104,23 @@ class _Split(NamedTuple):
 
     def chunks(
         self, rows_ND: Tensor, head_VD: Tensor, targets_N: Tensor
-    ) -> list[tuple[Tensor, Tensor]]:
+    ) -> list[tuple[Tensor, Tensor, int]]:
         """Rows and targets in chunks of equal sizes, as products of few rows are slow; as many on
-        every rank, whose parts may differ by a token."""
+        every rank, whose parts may differ by a token. Rows of 16 bits are filled up with zeros;
+        the number says how many count."""
         longest = head_VD.shape[0] if self.part is None else self.part.sizes[0]
         most = max(1, self.chunk_bytes // (longest * rows_ND.element_size()))
         num_chunks = max(1, -(-rows_ND.shape[0] // most))
         size = max(1, -(-rows_ND.shape[0] // num_chunks))
-        return list(zip(rows_ND.split(size), targets_N.split(size)))
+        pairs = zip(rows_ND.split(size), targets_N.split(size))
+        return [(*_filled_up(rows_nD, targets_n), len(targets_n)) for rows_nD, targets_n in pairs]
+
+
+def _filled_up(rows_nD: Tensor, targets_n: Tensor) -> tuple[Tensor, Tensor]:
+    missing = -rows_nD.shape[0] % _ROW_MULTIPLE
+    if rows_nD.element_size() > 2 or rows_nD.device.type != "cpu" or not missing:
+        return rows_nD, targets_n
+    return F.pad(rows_nD, (0, 0, 0, missing)), F.pad(targets_n, (0, missing))
 
 
 def _capped(logits_nv: Tensor, soft_cap: float | None) -> Tensor:
@@ -214,9 +226,9 @@ class _CrossEntropySum(torch.autograd.Function):
             # several chunks are summed in float32, one needs no sum
             dtype = wide if len(chunks) > 1 else head_VD.dtype
             head_grad_VD = torch.zeros_like(head_VD, dtype=dtype)
-        for rows_nD, targets_n in chunks:
+        for rows_nD, targets_n, count in chunks:
             chunk = _Chunk(rows_nD, head_VD, targets_n, split)
-            total += chunk.losses_n.sum()
+            total += chunk.losses_n[:count].sum()
             if not needs_grad:
                 continue
             row_grad_nD = torch.zeros_like(rows_nD, dtype=wide)
@@ -225,7 +237,7 @@ class _CrossEntropySum(torch.autograd.Function):
                 row_grad_nD += grad_nv @ head_VD[tokens]
                 if head_grad_VD is not None:
                     head_grad_VD[tokens] += grad_nv.t() @ rows_nD
-            row_grads.append(row_grad_nD.to(rows_nD.dtype))
+            row_grads.append(row_grad_nD[:count].to(rows_nD.dtype))
         row_grad_ND = torch.cat(row_grads) if row_grads else None
         ctx.save_for_backward(row_grad_ND, head_grad_VD)
         ctx.head_dtype = head_VD.dtype
