@@ -149,9 +149,16 @@ def causal_attention(
     Blocks of queries meet all the keys that they see, so the largest temporary is
     H x block x T and the masked half of the scores is not computed. In 16-bit dtypes scores are
     rounded relative to the largest of their row, so those that matter keep their digits; the
-    softmax is computed in float32. No second derivative.
+    softmax is computed in float32. A single token without gradient is computed in float32: CPU
+    libraries compile and keep a 16-bit kernel for every length that a growing cache has. No second
+    derivative.
     """
-    return _BlockedAttention.apply(q_SHC, k_TKC, v_TKC, scale, window)
+    inputs = (q_SHC, k_TKC, v_TKC)
+    needs_grad = torch.is_grad_enabled() and any(each.requires_grad for each in inputs)
+    if q_SHC.shape[0] == 1 and q_SHC.element_size() < 4 and not needs_grad:
+        wide = [each.float() for each in inputs]
+        return _BlockedAttention.apply(*wide, scale, window).to(q_SHC.dtype)
+    return _BlockedAttention.apply(*inputs, scale, window)
 
 
 @dataclass(frozen=True)
