@@ -24,7 +24,7 @@ from phalanx.engines.serve.packed import PackedWeights
 from phalanx.models.decoder_layers import Rope, kind_rope
 from phalanx.models.spec import DecoderConfig
 from phalanx.ops import native, vocabulary_head
-from phalanx.ops.attention import causal_attention
+from phalanx.ops.attention import Documents, causal_attention, packed_attention
 
 _OfKind = tuple[Rope, KvPool, int, KindStep]  # rotation, pool, layer of the pool, places
 
@@ -221,7 +221,13 @@ class PackedDecoder:
                 part[:, : each.length - each.first].transpose(0, 1).to(self.dtype)
                 for part in pool.read(place, each.blocks)
             )
-            q, scale = q_SHC[each.start : each.end], self.config.query_scale
-            parts.append(causal_attention(q, k_TKC, v_TKC, scale=scale, window=kind.window))
+            q, options = q_SHC[each.start : each.end], {"scale": self.config.query_scale}
+            options["window"] = kind.window
+            if each.length == len(q):  # a whole prompt is a document, as in training
+                whole = Documents((0, each.length))
+                own = (k_TKC.contiguous(), v_TKC.contiguous())
+                parts.append(packed_attention(q.contiguous(), *own, whole, **options))
+            else:
+                parts.append(causal_attention(q, k_TKC, v_TKC, **options))
         out_SHC = parts[0] if len(parts) == 1 else torch.cat(parts)
         return self._product(out_SHC.flatten(-2), at, "out")
