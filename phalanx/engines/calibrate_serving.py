@@ -15,7 +15,7 @@ from typing import Any
 
 from phalanx.data.cached import cache_folder, cached_file, content_key
 from phalanx.doctor.machine import num_cores, processor_name
-from phalanx.engines.launch import WAITING, launch_local
+from phalanx.engines.launch import KERNEL_CACHE, WAITING, launch_local
 from phalanx.job.sections import ServeSection
 from phalanx.models.config import DecoderConfig, to_huggingface
 from phalanx.plan import locked_versions
@@ -66,7 +66,11 @@ def calibrate_serving(
             task.write_text(json.dumps(made_of))
             start_s = perf_counter()
             launch_local(
-                _WORKER, [str(task), str(answer)], 1, timeout_s=_TIMEOUT_S, environment=WAITING
+                _WORKER,
+                [str(task), str(answer)],
+                1,
+                timeout_s=_TIMEOUT_S,
+                environment=WAITING | KERNEL_CACHE,
             )
             table = {"made_of": made_of, **json.loads(answer.read_text())}
         table["measured_s"] = perf_counter() - start_s

@@ -18,15 +18,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed import DeviceMesh
 
-from phalanx.engines.launch import RESOLVER
+from phalanx.engines.launch import KERNEL_CACHE, RESOLVER
 from phalanx.engines.memory import process_bytes, restart_peak
 from phalanx.engines.watch import Watch
 from phalanx.mesh import Mesh
 from phalanx.worlds.logged_group import device_mesh, init_logged
 
-# Kernels that oneDNN keeps, read when the first is made. With documents of all lengths its default
-# of 1,024 grows to 0.6 GB a process; 128 hold those that come back and cost no measurable time.
-_KERNEL_CACHE = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128"}
 _starts = itertools.count()  # ranks of one job start in step
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 
@@ -87,7 +84,7 @@ def start_process(
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     if device == "cuda":
         torch.cuda.set_device(local_rank)
-    for name, value in (_KERNEL_CACHE | RESOLVER).items():
+    for name, value in (KERNEL_CACHE | RESOLVER).items():
         os.environ.setdefault(name, value)
     owns = not dist.is_initialized()
     if owns:

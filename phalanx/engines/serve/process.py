@@ -11,7 +11,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from phalanx.engines.launch import WAITING
+from phalanx.engines.launch import KERNEL_CACHE, WAITING
 from phalanx.engines.serve.settings import ServeSettings
 from phalanx.engines.serve.wire import MAX_LINE_BYTES, encode, next_message
 from phalanx.errors import WorldError
@@ -46,7 +46,7 @@ class CoreProcess:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=2,  # standard output is the front end's
                 start_new_session=True,  # an interrupt is the front end's; the core sees its end
-                env=WAITING | os.environ,
+                env=WAITING | KERNEL_CACHE | os.environ,
             )
         except OSError as error:
             ours.close()
