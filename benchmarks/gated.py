@@ -20,10 +20,14 @@ def main(make_report: Callable[[], Report], doc: str | None) -> int:
     parser = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
     parser.add_argument("--json", metavar="FILE", help="write the versioned report there")
     options = parser.parse_args()
-    report = make_report()
+    return finish(make_report(), options.json)
+
+
+def finish(report: Report, json_file: str | None) -> int:
+    """Print, save where asked, and return the exit code: 1 on a missed gate."""
     print(report.to_markdown())
-    if options.json:
-        report.save(options.json)
+    if json_file:
+        report.save(json_file)
     try:
         report.require_gates()
     except GateError as error:

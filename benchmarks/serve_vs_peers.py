@@ -27,10 +27,11 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
+from gated import finish
+
 from phalanx.bench_load import load_test
 from phalanx.doctor.machine import num_cores, processor_name
 from phalanx.engines.serve import start_server
-from phalanx.errors import GateError
 from phalanx.job import load_job
 from phalanx.models.source import model_source
 from phalanx.report import Report
@@ -56,15 +57,7 @@ def main() -> int:
             servers["vllm"] = stack.enter_context(_vllm(options.vllm, folder, report))
         measure(report, servers, options.rounds)
     print(report.notes["machine"])
-    print(report.to_markdown())
-    if options.json:
-        report.save(options.json)
-    try:
-        report.require_gates()
-    except GateError as error:
-        print(f"error[{error.code}]: {error}", file=sys.stderr)
-        return error.exit_code
-    return 0
+    return finish(report, options.json)
 
 
 class Server(NamedTuple):
