@@ -24,7 +24,6 @@ _FORMATS = {
 }  # fmt: skip
 _MOST_ENTRIES = 10_000_000
 _HEAD_BYTES = 1 << 25  # of the file that are read; a vocabulary of 262,144 entries takes 9 MB
-_SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 
 
 class _Head:
@@ -113,22 +112,7 @@ def head_keys(path: str | Path) -> dict[str, Any]:
 
 def head_vocabulary(path: str | Path) -> GgufVocabulary:
     """The tokenizer of a GGUF file, or of its first part."""
-    keys = head_keys(path)
-
-    def get(key: str, default: Any = None) -> Any:
-        return keys.get(f"tokenizer.ggml.{key}", default)
-
-    numbers = {name: get(f"{key}_token_id") for name, key in _SPECIAL.items()}
-    return GgufVocabulary(
-        model=get("model", ""),
-        pre=get("pre", "default"),
-        tokens=get("tokens", ()),
-        kinds=get("token_type", ()),
-        merges=get("merges", ()),
-        special={name: number for name, number in numbers.items() if number is not None},
-        adds_bos=get("add_bos_token", numbers["bos"] is not None),
-        chat_template=keys.get("tokenizer.chat_template", ""),
-    )
+    return GgufVocabulary.of_keys(head_keys(path))
 
 
 def demo_tokenizer_folder() -> Path | None:

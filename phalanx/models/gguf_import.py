@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import gguf
 import numpy as np
@@ -21,7 +20,6 @@ from phalanx.models.gguf_vocabulary import GgufVocabulary
 from phalanx.models.spec import DecoderConfig, TensorSpec, canonical_tensors, parse_config
 
 _ROWS_AT_ONCE = 16_384  # of a quantised matrix, to keep the float32 copy small
-_SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 _HEAD = "output.weight"
 _UNREAD = ("tokenizer.ggml.scores",)  # the order of the tokens says the same
 
@@ -62,23 +60,11 @@ class GgufModel:
         self._require_tensors()
 
     def _vocabulary(self) -> GgufVocabulary:
-        def get(key: str, default: Any = None) -> Any:
-            return self._fields.get(f"tokenizer.ggml.{key}", default)
-
-        if get("add_space_prefix", False) and get("model") == "llama":
-            where, rule = f"{self.path}: tokenizer.ggml.add_space_prefix", "is not rebuilt here"
-            raise JobError("model/unknown", where, True, rule, legal=[False])
-        numbers = {name: get(f"{key}_token_id") for name, key in _SPECIAL.items()}
-        return GgufVocabulary(
-            model=get("model", ""),
-            pre=get("pre", "default"),
-            tokens=get("tokens", ()),
-            kinds=get("token_type", ()),
-            merges=get("merges", ()),
-            special={name: number for name, number in numbers.items() if number is not None},
-            adds_bos=get("add_bos_token", numbers["bos"] is not None),
-            chat_template=self._fields.get("tokenizer.chat_template", ""),
-        )
+        get, prefix_key = self._fields.get, "tokenizer.ggml.add_space_prefix"
+        if get(prefix_key, False) and get("tokenizer.ggml.model") == "llama":
+            rule = "is not rebuilt here"
+            raise JobError("model/unknown", f"{self.path}: {prefix_key}", True, rule, legal=[False])
+        return GgufVocabulary.of_keys(self._fields)
 
     def _config(self) -> DecoderConfig:
         prefix = f"{self._form.architecture}."

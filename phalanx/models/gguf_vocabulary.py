@@ -33,6 +33,7 @@ PRE_TOKENIZERS = {
 }
 _BYTE = re.compile("<0x[0-9A-F]{2}>")
 _SPECIAL_SCORE = -1000.0
+_SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 
 
 class Piece(IntEnum):
@@ -69,6 +70,25 @@ class GgufVocabulary:
     special: Mapping[str, int] = field(default_factory=dict)
     adds_bos: bool = True
     chat_template: str = ""
+
+    @staticmethod
+    def of_keys(keys: Mapping[str, Any]) -> GgufVocabulary:
+        """What the keys of a file's head say."""
+
+        def get(key: str, default: Any = None) -> Any:
+            return keys.get(f"tokenizer.ggml.{key}", default)
+
+        numbers = {name: get(f"{key}_token_id") for name, key in _SPECIAL.items()}
+        return GgufVocabulary(
+            model=get("model", ""),
+            pre=get("pre", "default"),
+            tokens=get("tokens", ()),
+            kinds=get("token_type", ()),
+            merges=get("merges", ()),
+            special={name: number for name, number in numbers.items() if number is not None},
+            adds_bos=get("add_bos_token", numbers["bos"] is not None),
+            chat_template=keys.get("tokenizer.chat_template", ""),
+        )
 
     def tokenizer(self, where: str) -> Tokenizer:
         """The tokenizer of the `tokenizers` library.
