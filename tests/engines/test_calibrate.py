@@ -50,8 +50,9 @@ def test_rates_are_enough_for_a_prediction_and_are_kept(tmp_path, monkeypatch, l
     table = calibration.calibrate(CONFIG, work, num_processes=2)
     assert 0.0 < table["cores_frac"] <= 1.1
     assert {rate["unit"] for rate in table["rates"].values()} == {
-        *("s/token", "s/element", "byte/s", "byte")
+        *("s/token", "s/element", "byte/s", "byte", "s")
     }
+    assert 0.1 < table["rates"]["start"]["value"] < table["measured_s"]
     timed = {k: r["value"] for k, r in table["rates"].items() if r["unit"] == "s/token"}
     assert all(value >= 0.0 for value in timed.values())
     assert {key.split(".")[0] for key in timed} == {
