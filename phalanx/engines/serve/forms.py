@@ -7,6 +7,7 @@ events of a stream, `last` for its usage.
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from itertools import accumulate, groupby
 from typing import Any, Protocol
@@ -45,7 +46,7 @@ def usage(generation: Generation) -> Json:
     }
 
 
-class _OpenAIForm:
+class _OpenAIForm(ABC):
     """What completions and chat share.
 
     Args:
@@ -88,8 +89,9 @@ class _OpenAIForm:
         event = self._headed(self.part_kind, piece.weight_version) | {"choices": [choice]}
         return event | {"usage": None} if self._asked.include_usage else event
 
+    @abstractmethod
     def _choice(self, choice: Choice, piece: Piece) -> Json:
-        raise NotImplementedError
+        """The piece as an element of `choices`."""
 
     def _common(self, choice: Choice, piece: Piece, logprobs: Json | None) -> Json:
         table: Json = {
