@@ -38,6 +38,7 @@ bench: install
 	for name in core reshard scheduler padding decode; do $(BIN)/python benchmarks/$$name.py --json runs/bench/$$name.json || exit 1; done
 
 soak: install
+	HYPOTHESIS_PROFILE=search $(BIN)/python -m pytest -q -m "not slow and not dist and not demo"
 	$(BIN)/python -m pytest -q -m slow
 
 clean:

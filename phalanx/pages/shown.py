@@ -5,7 +5,7 @@ from __future__ import annotations
 import unicodedata
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from math import isfinite
+from math import floor, isfinite, log10
 
 from phalanx.report import Row
 
@@ -73,7 +73,7 @@ def _scale(unit: str, size: float) -> tuple[float, str]:
 
 
 def digits(value: float) -> str:
-    """Three digits and no needless ones; whole numbers in full, grouped by thousands."""
+    """Three digits; whole numbers in full, grouped by thousands; tiny ones as powers of ten."""
     if value == round(value) and abs(value) < 1e15:
         return _signed(f"{round(value):,d}")
     size = abs(value)
@@ -81,7 +81,7 @@ def digits(value: float) -> str:
         return _signed(f"{value:,.0f}")
     if size < 1e-3:
         return _signed(f"{value:.1e}")
-    places = 0 if size >= 100 else 1 if size >= 10 else 2 if size >= 1 else 3
+    places = 2 - floor(log10(size))
     return _signed(f"{value:.{places}f}")
 
 

@@ -38,6 +38,7 @@ from tests.pages.run_pages import LONG_NOTE, elsewhere, parity, report, step
         (2048.0, "1", "2,048"),
         (7.15e-7, "1", "7.2e-07"),
         (-0.25, "1", "−0.250"),
+        (0.0025, "bytes", "0.00250 B"),
         (5380.05, "1/s", "5,380 /s"),
         (6.87434, "nats/token", "6.87 nats/token"),
         (38.8, "USD", "$38.80"),
