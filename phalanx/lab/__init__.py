@@ -1,0 +1,1 @@
+"""The planner against tables of published measurements, and the tables it is fitted on."""
