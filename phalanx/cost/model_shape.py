@@ -1,7 +1,7 @@
 """A model as the matrix products and attentions that cost time and memory. No torch, no tensors.
 
 `models.architecture` says what a decoder computes and is strict about it; a price needs less, and
-of more families: latent attention, mixtures of experts, linear attention. Everything that is counted
+of more families: latent attention, mixtures of experts, linear attention. All that is counted
 (parameters, FLOPs, bytes, traffic) comes from `LayerShape.products`.
 
 Symbols: D hidden size, H query heads, K key and value heads, C channels of a head, F feed-forward
