@@ -20,9 +20,16 @@ _PARITY_FORMS, _PARITY_WIDE = 3, 5  # passes over the compared tokens: served dt
 
 
 class Load(NamedTuple):
-    """The load test of a run: tokens of each prompt, and of each answer."""
+    """What a run asks of the served model.
+
+    Attributes:
+        prompt_lens: tokens of each prompt of the load test.
+        compared_lens: of each prompt on which all forms are compared.
+        output_tokens: of each answer, of both.
+    """
 
     prompt_lens: Sequence[int]
+    compared_lens: Sequence[int]
     output_tokens: int
 
 
@@ -81,7 +88,7 @@ def _work(ready: Ready, rates: ServeRates, load: Load, served: Report, elapsed_s
     counted = sum(int(held_out[at].counted.sum()) for at in range(len(held_out)))
     between = ready.work.num_steps // job.train.eval_every if job.train.eval_every else 0
     predicted = {row["quantity"]: row["value"] for row in ready.plan.predictions}
-    compared = job.serve.parity_prompts * load.output_tokens + sum(load.prompt_lens)
+    compared = sum(each + load.output_tokens for each in load.compared_lens)
     return RunWork(
         elapsed_s=elapsed_s,
         step_s=predicted["training/step time"],

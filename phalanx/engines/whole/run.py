@@ -101,15 +101,17 @@ class _WholeWay:
     def _forecast(self, ready: Ready) -> Sequence[Row]:
         """Predictions of serving and of the whole run, before the first step."""
         self.say("calibrating: a server's steps (once per model)")
-        load = Load(self._prompt_lens(ready.data), self.job.serve.load_output_tokens)
+        load = Load(
+            [len(prompt) for prompt in self._prompts(ready.data)],
+            [len(prompt) for prompt in self._compared(ready.data)],
+            self.job.serve.load_output_tokens,
+        )
         return forecast_rows(ready, load, perf_counter() - self.start_s)
 
     def _parity(self, data: Prepared) -> Report:
         """Trained = served, on questions of held-out rows."""
         self.say("comparing what was trained with what is served")
-        room = self.job.serve.max_tokens - self.job.serve.load_output_tokens
-        prompts = questions(data, self.job.serve.parity_prompts, room)
-        arguments = [str(self.folder)]
+        arguments, prompts = [str(self.folder)], self._compared(data)
         table = run_module("phalanx.engines.parity", arguments, json.dumps(prompts))
         return Report.from_dict(table)
 
@@ -138,14 +140,18 @@ class _WholeWay:
 
     def _prompts(self, data: Prepared) -> list[list[int]]:
         """Of the load test: questions, repeated if there are fewer."""
-        serve = self.job.serve
-        found = questions(data, serve.load_requests, serve.max_tokens - serve.load_output_tokens)
-        return [found[at % len(found)] for at in range(serve.load_requests)]
+        count = self.job.serve.load_requests
+        found = self._questions(data, count) if count else []
+        return [found[at % len(found)] for at in range(count)]
 
-    def _prompt_lens(self, data: Prepared) -> list[int]:
-        return (
-            [len(prompt) for prompt in self._prompts(data)] if self.job.serve.load_requests else []
-        )
+    def _compared(self, data: Prepared) -> list[list[int]]:
+        """On which all forms of the model are compared."""
+        return self._questions(data, self.job.serve.parity_prompts)
+
+    def _questions(self, data: Prepared, count: int) -> list[list[int]]:
+        """Questions that leave room for an answer."""
+        serve = self.job.serve
+        return questions(data, count, serve.max_tokens - serve.load_output_tokens)
 
 
 def questions(data: Prepared, count: int, max_tokens: int) -> list[list[int]]:
