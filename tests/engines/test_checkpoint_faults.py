@@ -286,6 +286,15 @@ def test_a_rank_killed_while_it_writes_costs_only_that_checkpoint(tmp_path):
 
 
 def test_signals_become_a_question_and_the_second_one_acts():
+    # a shell starts what it puts in the background with interrupts ignored
+    started_with = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        _one_signal_asks_and_two_act()
+    finally:
+        signal.signal(signal.SIGINT, started_with)
+
+
+def _one_signal_asks_and_two_act():
     before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
     with StopSignal() as stop:
         assert not stop.requested
