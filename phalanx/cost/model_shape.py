@@ -6,200 +6,34 @@ of more families: latent attention, mixtures of experts, linear attention. All t
 
 Symbols: D hidden size, H query heads, K key and value heads, C channels of a head, F feed-forward
 width, E experts, A experts that a token uses, V vocabulary, L layers.
+
+What is left out: towers for pictures and sound, layers that predict further tokens, and products of
+two activations other than attention.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
 
+from phalanx.cost.layer_shape import (
+    SPLITS,
+    AttentionShape,
+    FeedForwardShape,
+    LayerShape,
+    Product,
+)
 from phalanx.models.architecture import DecoderConfig
 
-SPLITS = ("column", "row", "none")
-
-
-class Product(NamedTuple):
-    """A matrix of weights that tokens are multiplied with.
-
-    Attributes:
-        name: as Hugging Face names the module ("q_proj", "experts.gate_proj").
-        inputs, outputs: its sizes; 2 inputs outputs FLOPs a token forward.
-        split: how tensor parallelism cuts it: outputs ("column"), inputs ("row") or not ("none").
-        copies: such matrices in the layer (E for experts).
-        active: of them that one token is multiplied with (A for experts).
-    """
-
-    name: str
-    inputs: int
-    outputs: int
-    split: str
-    copies: int = 1
-    active: float = 1.0
-
-    @property
-    def is_expert(self) -> bool:
-        """Whether expert parallelism spreads its copies."""
-        return self.copies > 1
-
-    @property
-    def num_params(self) -> int:
-        """Of all copies."""
-        return self.inputs * self.outputs * self.copies
-
-    @property
-    def flops_per_token(self) -> float:
-        """Forward."""
-        return 2.0 * self.inputs * self.outputs * self.active
-
-
-@dataclass(frozen=True, kw_only=True)
-class AttentionShape:
-    """What mixes tokens in a layer.
-
-    Attributes:
-        kind: "softmax" (multi-head, grouped or multi-query), "latent" (DeepSeek's MLA), "linear"
-            (a state of fixed size: gated delta rule, state spaces) or "none".
-        num_heads, num_kv_heads, head_dim: H, K, C of queries and keys.
-        value_dim: channels of a value head; 0: `head_dim`.
-        window: tokens that a query sees; 0: all before it.
-        query_rank, kv_rank, rope_dim: of latent attention: widths of the compressed queries (0:
-            not compressed) and of the cached latent, and channels that rotate, shared by heads.
-        chosen_tokens: keys that a query attends to where an index picks them; 0: all it sees.
-        key_is_value: there is no value projection.
-        is_gated: the output is multiplied by a projected gate of its own size.
-    """
-
-    kind: str = "softmax"
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    value_dim: int = 0
-    window: int = 0
-    query_rank: int = 0
-    kv_rank: int = 0
-    rope_dim: int = 0
-    chosen_tokens: int = 0
-    key_is_value: bool = False
-    is_gated: bool = False
-
-    @property
-    def value_width(self) -> int:
-        """Channels of all value heads together, as the output projection reads them."""
-        return self.num_heads * (self.value_dim or self.head_dim)
-
-    def products(self, hidden: int) -> Iterator[Product]:
-        """Its projections."""
-        queries = self.num_heads * self.head_dim
-        if self.kind == "none":
-            return
-        if self.kind == "latent":
-            yield from self._latent(hidden)
-            return
-        values = self.num_kv_heads * (self.value_dim or self.head_dim)
-        yield Product("q_proj", hidden, queries * (2 if self.is_gated else 1), "column")
-        yield Product("k_proj", hidden, self.num_kv_heads * self.head_dim, "column")
-        if not self.key_is_value:
-            yield Product("v_proj", hidden, values, "column")
-        yield Product("o_proj", self.value_width, hidden, "row")
-
-    def _latent(self, hidden: int) -> Iterator[Product]:
-        queries = self.num_heads * self.head_dim  # rotating channels included
-        if self.query_rank:
-            yield Product("q_a_proj", hidden, self.query_rank, "none")
-            yield Product("q_b_proj", self.query_rank, queries, "column")
-        else:
-            yield Product("q_proj", hidden, queries, "column")
-        yield Product("kv_a_proj_with_mqa", hidden, self.kv_rank + self.rope_dim, "none")
-        plain = self.head_dim - self.rope_dim
-        both = self.num_heads * (plain + (self.value_dim or self.head_dim))
-        yield Product("kv_b_proj", self.kv_rank, both, "column")
-        yield Product("o_proj", self.value_width, hidden, "row")
-
-    @property
-    def flops_per_pair(self) -> float:
-        """Forward FLOPs of one query token and one key token: q k^T and the weighted values."""
-        if self.kind in ("none", "linear"):
-            return 0.0
-        return 2.0 * (self.num_heads * self.head_dim + self.value_width)
-
-    @property
-    def state_flops_per_token(self) -> float:
-        """Forward FLOPs of a linear attention's state update and read (two products with it)."""
-        if self.kind != "linear":
-            return 0.0
-        return 6.0 * self.num_heads * self.head_dim * (self.value_dim or self.head_dim)
-
-    @property
-    def cached_per_token(self) -> int:
-        """Elements that a decoder keeps of each token it may look back at."""
-        if self.kind in ("none", "linear"):
-            return 0
-        if self.kind == "latent":
-            return self.kv_rank + self.rope_dim
-        return self.num_kv_heads * (self.head_dim + (self.value_dim or self.head_dim))
-
-    @property
-    def state_elements(self) -> int:
-        """Elements of a linear attention's state, per sequence."""
-        if self.kind != "linear":
-            return 0
-        return self.num_heads * self.head_dim * (self.value_dim or self.head_dim)
-
-
-@dataclass(frozen=True, kw_only=True)
-class FeedForwardShape:
-    """What transforms each token.
-
-    Attributes:
-        width: F of a dense block (0: none), beside or instead of experts.
-        is_gated: three matrices (gate, up, down), not two.
-        num_experts, num_active, expert_width: a mixture of experts.
-        shared_width: of experts that every token uses, together.
-    """
-
-    width: int = 0
-    is_gated: bool = True
-    num_experts: int = 0
-    num_active: int = 0
-    expert_width: int = 0
-    shared_width: int = 0
-
-    def products(self, hidden: int) -> Iterator[Product]:
-        """Its matrices."""
-        yield from self._block("", hidden, self.width)
-        if self.num_experts:
-            yield Product("gate", hidden, self.num_experts, "none")
-            yield from self._block("shared_experts.", hidden, self.shared_width)
-            many = {"copies": self.num_experts, "active": float(self.num_active)}
-            yield from self._block("experts.", hidden, self.expert_width, **many)
-
-    def _block(self, prefix: str, hidden: int, width: int, **many: float) -> Iterator[Product]:
-        if not width:
-            return
-        for name in ("gate_proj", "up_proj") if self.is_gated else ("up_proj",):
-            yield Product(prefix + name, hidden, width, "column", **many)  # type: ignore[arg-type]
-        yield Product(prefix + "down_proj", width, hidden, "row", **many)  # type: ignore[arg-type]
-
-
-@dataclass(frozen=True, kw_only=True)
-class LayerShape:
-    """Layers that are alike.
-
-    Attributes:
-        count: how many there are.
-        norms: vectors of D weights.
-    """
-
-    count: int
-    attention: AttentionShape
-    feed_forward: FeedForwardShape
-    norms: int = 2
-
-    def products(self, hidden: int) -> tuple[Product, ...]:
-        """Matrices of one such layer."""
-        return (*self.attention.products(hidden), *self.feed_forward.products(hidden))
+__all__ = [
+    "SPLITS",
+    "AttentionShape",
+    "FeedForwardShape",
+    "LayerShape",
+    "ModelShape",
+    "Product",
+    "shape_of",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,6 +44,7 @@ class ModelShape:
         hidden, vocab: D, V.
         tied_head: the head is the embedding.
         learned_positions: rows of a table of positions.
+        other_params: of further tables that are looked up, as Gemma 4's embedding per layer.
         source: where the sizes come from.
     """
 
@@ -219,6 +54,7 @@ class ModelShape:
     layers: tuple[LayerShape, ...]
     tied_head: bool = False
     learned_positions: int = 0
+    other_params: int = 0
     source: str = ""
 
     @property
@@ -229,11 +65,7 @@ class ModelShape:
     @cached_property
     def layer_params(self) -> int:
         """Of all layers."""
-        return sum(
-            layer.count
-            * (sum(p.num_params for p in layer.products(self.hidden)) + layer.norms * self.hidden)
-            for layer in self.layers
-        )
+        return sum(layer.count * layer.num_params(self.hidden) for layer in self.layers)
 
     @cached_property
     def expert_params(self) -> int:
@@ -247,14 +79,24 @@ class ModelShape:
 
     @property
     def embedding_params(self) -> int:
-        """Of the embedding, the head where it is not the same, positions and the last norm."""
+        """Of the embedding, the head where it is not the same, other tables, the last norm."""
         tables = self.vocab * (1 if self.tied_head else 2) + self.learned_positions
-        return tables * self.hidden + self.hidden
+        return tables * self.hidden + self.hidden + self.other_params
 
     @property
     def num_params(self) -> int:
         """All."""
         return self.layer_params + self.embedding_params
+
+    @cached_property
+    def active_params(self) -> int:
+        """That one token uses: all but idle experts and the tables in which it is looked up."""
+        idle = sum(
+            layer.count * p.inputs * p.outputs * (p.copies - p.active)
+            for layer in self.layers
+            for p in layer.products(self.hidden)
+        )
+        return self.layer_params - round(idle) + (self.vocab + 1) * self.hidden
 
     @cached_property
     def product_flops_per_token(self) -> float:
@@ -270,14 +112,23 @@ class ModelShape:
         """Forward FLOPs of the head at one token."""
         return 2.0 * self.hidden * self.vocab
 
-    def attention_flops(self, tokens: float, mean_seen: float) -> float:
-        """Forward FLOPs of `tokens` queries that see `mean_seen` keys each, on average."""
+    def attention_flops(
+        self, tokens: float, mean_seen: float, longest_seen: float | None = None
+    ) -> float:
+        """Forward FLOPs of `tokens` queries.
+
+        Args:
+            mean_seen: keys that they see, on average, before a window or an index limits them.
+            longest_seen: keys that the last of a row sees, the others evenly fewer (a document of
+                n tokens: n, with n / 2 as the mean); None: every query sees the mean.
+        """
         total = 0.0
         for layer in self.layers:
             each = layer.attention
-            limits = [n for n in (each.window, each.chosen_tokens) if n]
-            seen = min([mean_seen, *limits])
-            per_token = each.flops_per_pair * seen + each.state_flops_per_token
+            in_window = _mean_limited(mean_seen, longest_seen, each.window)
+            chosen = _mean_limited(mean_seen, longest_seen, each.chosen_tokens)
+            per_token = each.flops_per_pair * min(in_window, chosen)
+            per_token += each.index_flops_per_pair * in_window + each.state_flops_per_token
             total += layer.count * tokens * per_token
         return total
 
@@ -290,35 +141,58 @@ class ModelShape:
         )
 
 
+def _mean_limited(mean: float, longest: float | None, limit: int) -> float:
+    """The mean of min(x, limit) for x spread evenly between 2 mean - longest and longest."""
+    high = mean if longest is None else longest
+    low = 2 * mean - high
+    if not limit or limit >= high:
+        return mean
+    if limit <= low:
+        return float(limit)
+    below, above = limit - low, high - limit
+    return ((low + limit) / 2 * below + limit * above) / (high - low)
+
+
 def shape_of(config: DecoderConfig, name: str = "") -> ModelShape:
     """The shape of a decoder that Phalanx computes; equal layers together, in order."""
-    layers: dict[tuple, LayerShape] = {}
+    layers: dict[LayerShape, int] = {}
     for at in range(config.num_layers):
-        kind, width = config.attention(at), config.ffn_width(at)
-        key = (kind.name, width)
-        count = layers[key].count + 1 if key in layers else 1
-        experts = config.experts
-        layers[key] = LayerShape(
-            count=count,
-            attention=AttentionShape(
-                num_heads=kind.num_heads,
-                num_kv_heads=kind.num_kv_heads,
-                head_dim=kind.head_dim,
-                window=kind.window or 0,
-                key_is_value=kind.key_is_value,
-            ),
-            feed_forward=FeedForwardShape(
-                width=width,
-                num_experts=experts.num_experts if experts else 0,
-                num_active=experts.num_active if experts else 0,
-                expert_width=experts.width if experts else 0,
-            ),
-            norms=4 if config.sandwich_norms else 2,
-        )
+        layer = _decoder_layer(config, at)
+        layers[layer] = layers.get(layer, 0) + 1
+    ple = config.per_layer_embedding
     return ModelShape(
         name=name or config.family,
         hidden=config.hidden_size,
         vocab=config.vocab_size,
-        layers=tuple(layers.values()),
+        layers=tuple(replace(layer, count=count) for layer, count in layers.items()),
         tied_head=config.tied_head,
+        other_params=ple.vocab_size * config.num_layers * ple.width + ple.width if ple else 0,
+    )
+
+
+def _decoder_layer(config: DecoderConfig, at: int) -> LayerShape:
+    kind, experts, ple = config.attention(at), config.experts, config.per_layer_embedding
+    reuses_keys = config.kv_source(at) != at
+    head_norms = (1 if reuses_keys else 2) * kind.head_dim if config.qk_norm else 0
+    # a mixture has three norms more and scales its router per channel and per expert
+    of_router = config.hidden_size + experts.num_experts if experts else 0
+    return LayerShape(
+        count=1,
+        attention=AttentionShape(
+            num_heads=kind.num_heads,
+            num_kv_heads=kind.num_kv_heads,
+            head_dim=kind.head_dim,
+            window=kind.window or 0,
+            key_is_value=kind.key_is_value,
+            reuses_keys=reuses_keys,
+        ),
+        feed_forward=FeedForwardShape(
+            width=config.ffn_width(at),
+            num_experts=experts.num_experts if experts else 0,
+            num_active=experts.num_active if experts else 0,
+            expert_width=experts.width if experts else 0,
+            side_width=ple.width if ple else 0,
+        ),
+        norms=(4 if config.sandwich_norms else 2) + (3 if experts else 0) + (1 if ple else 0),
+        other_params=head_norms + of_router + (1 if config.layer_scalar else 0),
     )

@@ -1,0 +1,251 @@
+"""A decoder layer as the matrix products and attentions that cost time and memory. No torch.
+
+Symbols: D hidden size, H query heads, K key and value heads, C channels of a head, F feed-forward
+width, E experts, A experts that a token uses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+SPLITS = ("column", "row", "none")
+
+
+class Product(NamedTuple):
+    """A matrix of weights that tokens are multiplied with.
+
+    Attributes:
+        name: as Hugging Face names the module ("q_proj", "experts.gate_proj").
+        inputs, outputs: its sizes; 2 inputs outputs FLOPs a token forward.
+        split: how tensor parallelism cuts it: outputs ("column"), inputs ("row") or not ("none").
+        copies: such matrices in the layer (E for experts).
+        active: of them that one token is multiplied with (A for experts).
+    """
+
+    name: str
+    inputs: int
+    outputs: int
+    split: str
+    copies: int = 1
+    active: float = 1.0
+
+    @property
+    def is_expert(self) -> bool:
+        """Whether expert parallelism spreads its copies."""
+        return self.copies > 1
+
+    @property
+    def num_params(self) -> int:
+        """Of all copies."""
+        return self.inputs * self.outputs * self.copies
+
+    @property
+    def flops_per_token(self) -> float:
+        """Forward."""
+        return 2.0 * self.inputs * self.outputs * self.active
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionShape:
+    """What mixes tokens in a layer.
+
+    Attributes:
+        kind: "softmax" (multi-head, grouped or multi-query), "latent" (DeepSeek's MLA), "linear"
+            (a state of fixed size: gated delta rule, Mamba 2) or "none".
+        num_heads, num_kv_heads, head_dim: H, K, C of queries and keys. Of a linear attention H
+            counts the states, each C times `value_dim`, and K the heads of queries and keys (of
+            Mamba 2: heads, groups, state size).
+        value_dim: channels of a value head; 0: `head_dim`.
+        window: tokens that a query sees; 0: all before it.
+        query_rank, kv_rank, rope_dim: of latent attention: widths of the compressed queries (0:
+            not compressed) and of the cached latent, and channels that rotate, shared by heads.
+        chosen_tokens: keys that a query attends to where an index picks them; 0: all it sees.
+        index_heads, index_dim: of that index, which scores every key seen (DeepSeek V3.2).
+        key_is_value: there is no value projection.
+        reuses_keys: keys and values are another layer's: neither projected nor cached.
+        is_gated: the output is multiplied by a projected gate of its own size.
+        head_scalars: numbers that a token sets per state of a linear attention (decay, beta).
+    """
+
+    kind: str = "softmax"
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    value_dim: int = 0
+    window: int = 0
+    query_rank: int = 0
+    kv_rank: int = 0
+    rope_dim: int = 0
+    chosen_tokens: int = 0
+    index_heads: int = 0
+    index_dim: int = 0
+    key_is_value: bool = False
+    reuses_keys: bool = False
+    is_gated: bool = False
+    head_scalars: int = 0
+
+    @property
+    def value_width(self) -> int:
+        """Channels of all value heads together, as the output projection reads them."""
+        return self.num_heads * (self.value_dim or self.head_dim)
+
+    def products(self, hidden: int) -> Iterator[Product]:
+        """Its projections."""
+        if self.kind == "none":
+            return
+        yield from self._index(hidden)
+        if self.kind == "latent":
+            yield from self._latent(hidden)
+            return
+        is_linear = self.kind == "linear"
+        queries = (self.num_kv_heads if is_linear else self.num_heads) * self.head_dim
+        gate = self.value_width if self.is_gated else 0
+        yield Product("q_proj", hidden, queries if is_linear else queries + gate, "column")
+        if not self.reuses_keys:
+            yield Product("k_proj", hidden, self.num_kv_heads * self.head_dim, "column")
+        if not (self.reuses_keys or self.key_is_value):
+            yield Product("v_proj", hidden, self._value_outputs, "column")
+        if is_linear and gate:
+            yield Product("z_proj", hidden, gate, "column")
+        if is_linear and self.head_scalars:
+            yield Product("ba_proj", hidden, self.num_heads * self.head_scalars, "column")
+        yield Product("o_proj", self.value_width, hidden, "row")
+
+    @property
+    def _value_outputs(self) -> int:
+        heads = self.num_heads if self.kind == "linear" else self.num_kv_heads
+        return heads * (self.value_dim or self.head_dim)
+
+    def _index(self, hidden: int) -> Iterator[Product]:
+        if self.index_heads:
+            outputs = self.index_heads * self.index_dim
+            yield Product("indexer.wq_b", self.query_rank or hidden, outputs, "none")
+            yield Product("indexer.wk", hidden, self.index_dim, "none")
+            yield Product("indexer.weights_proj", hidden, self.index_heads, "none")
+
+    def _latent(self, hidden: int) -> Iterator[Product]:
+        queries = self.num_heads * self.head_dim  # rotating channels included
+        if self.query_rank:
+            yield Product("q_a_proj", hidden, self.query_rank, "none")
+            yield Product("q_b_proj", self.query_rank, queries, "column")
+        else:
+            yield Product("q_proj", hidden, queries, "column")
+        yield Product("kv_a_proj_with_mqa", hidden, self.kv_rank + self.rope_dim, "none")
+        plain = self.head_dim - self.rope_dim
+        both = self.num_heads * (plain + (self.value_dim or self.head_dim))
+        yield Product("kv_b_proj", self.kv_rank, both, "column")
+        yield Product("o_proj", self.value_width, hidden, "row")
+
+    @property
+    def flops_per_pair(self) -> float:
+        """Forward FLOPs of one query token and one key token: q k^T and the weighted values."""
+        if self.kind in ("none", "linear"):
+            return 0.0
+        return 2.0 * (self.num_heads * self.head_dim + self.value_width)
+
+    @property
+    def index_flops_per_pair(self) -> float:
+        """Forward FLOPs of the index for one query token and one key token seen."""
+        return 2.0 * self.index_heads * self.index_dim
+
+    @property
+    def state_flops_per_token(self) -> float:
+        """Forward FLOPs of a linear attention's state update and read (two products with it)."""
+        if self.kind != "linear":
+            return 0.0
+        return 6.0 * self.num_heads * self.head_dim * (self.value_dim or self.head_dim)
+
+    @property
+    def cached_per_token(self) -> int:
+        """Elements that a decoder keeps of each token it may look back at; an index keeps its keys
+        too, beside 576 elements of DeepSeek's latent."""
+        if self.kind in ("none", "linear") or self.reuses_keys:
+            return 0
+        index = self.index_dim if self.index_heads else 0
+        if self.kind == "latent":
+            return self.kv_rank + self.rope_dim + index
+        return index + self.num_kv_heads * (self.head_dim + (self.value_dim or self.head_dim))
+
+    @property
+    def state_elements(self) -> int:
+        """Elements of a linear attention's state, per sequence."""
+        if self.kind != "linear":
+            return 0
+        return self.num_heads * self.head_dim * (self.value_dim or self.head_dim)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FeedForwardShape:
+    """What transforms each token.
+
+    Attributes:
+        width: F of a dense block (0: none), beside or instead of experts.
+        is_gated: three matrices (gate, up, down), not two.
+        num_experts, num_active, expert_width: a mixture of experts.
+        shared_width: of experts that every token uses, together.
+        expert_hidden: channels that experts read and write, where tokens are projected down before
+            they are sent and up after (Nemotron 3's latent mixture); 0: D.
+        side_width: channels of a second embedding that each layer projects, gates and adds (Gemma
+            4's E models).
+    """
+
+    width: int = 0
+    is_gated: bool = True
+    num_experts: int = 0
+    num_active: int = 0
+    expert_width: int = 0
+    shared_width: int = 0
+    expert_hidden: int = 0
+    side_width: int = 0
+
+    def products(self, hidden: int) -> Iterator[Product]:
+        """Its matrices."""
+        yield from self._block("", hidden, self.width)
+        if self.num_experts:
+            yield Product("gate", hidden, self.num_experts, "none")
+            yield from self._block("shared_experts.", hidden, self.shared_width)
+            many = {"copies": self.num_experts, "active": float(self.num_active)}
+            if self.expert_hidden:
+                yield Product("fc1_latent_proj", hidden, self.expert_hidden, "none")
+                yield Product("fc2_latent_proj", self.expert_hidden, hidden, "none")
+            inner = self.expert_hidden or hidden
+            yield from self._block("experts.", inner, self.expert_width, **many)
+        if self.side_width:
+            yield Product("per_layer_model_projection", hidden, self.side_width, "none")
+            yield Product("per_layer_input_gate", hidden, self.side_width, "none")
+            yield Product("per_layer_projection", self.side_width, hidden, "none")
+
+    def _block(self, prefix: str, hidden: int, width: int, **many: float) -> Iterator[Product]:
+        if not width:
+            return
+        for name in ("gate_proj", "up_proj") if self.is_gated else ("up_proj",):
+            yield Product(prefix + name, hidden, width, "column", **many)  # type: ignore[arg-type]
+        yield Product(prefix + "down_proj", width, hidden, "row", **many)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerShape:
+    """Layers that are alike.
+
+    Attributes:
+        count: how many there are.
+        norms: vectors of D weights.
+        other_params: weights that multiply no vector: biases, norms of heads, convolutions.
+    """
+
+    count: int
+    attention: AttentionShape
+    feed_forward: FeedForwardShape
+    norms: int = 2
+    other_params: int = 0
+
+    def products(self, hidden: int) -> tuple[Product, ...]:
+        """Matrices of one such layer."""
+        return (*self.attention.products(hidden), *self.feed_forward.products(hidden))
+
+    def num_params(self, hidden: int) -> int:
+        """Of one such layer."""
+        matrices = sum(product.num_params for product in self.products(hidden))
+        return matrices + self.norms * hidden + self.other_params
