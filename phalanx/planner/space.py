@@ -1,0 +1,150 @@
+"""Every legal plan of a training job on so many devices, as a table.
+
+Degrees multiply to the devices: tensor inside context inside pipeline inside data (DOI
+10.1145/3695053.3731410, section 4). What changes nothing is listed once (a schedule without a
+pipeline); what is never better is not listed: tokens that tensor ranks do not split beside a
+pipeline or context ranks (the same traffic, more memory: arXiv 2205.05198, section 4.2), and
+optimizer states kept whole where adapters have next to none.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from phalanx.cost.training_plans import CONTEXT_KINDS, SCHEDULES
+from phalanx.layout.placement import divisors
+from phalanx.planner.columns import Options, Table
+from phalanx.planner.legality import (
+    Sizes,
+    axis_rules,
+    context_rules,
+    expert_rules,
+    round_rules,
+    stage_rules,
+    token_rules,
+)
+
+_MOST_STAGES = 512
+_VIRTUAL = (2, 3, 4, 6, 8, 12)
+_STATES = {"zero": (0, 1, 2, 3, 3), "keeps_gathered": (0, 0, 0, 0, 1)}
+
+
+def list_plans(
+    sizes: Sizes,
+    num_devices: int,
+    rows_of: Callable[[int], Options],
+    *,
+    recompute: Sequence[int],
+    trains_all: bool,
+    illegal: Counter[str],
+    mesh: Mapping[str, int] | None = None,
+) -> Table:
+    """The legal plans; columns are those of `cost.training_plans` and what `rows_of` adds.
+
+    Args:
+        rows_of: data ranks -> ways to fill micro-batches: columns "row_tokens", "micro_rows",
+            "num_micro" and others.
+        recompute: indices to try.
+        trains_all: all weights are trained, so gradients and moments weigh as much as they.
+        illegal: reason -> layouts, added to.
+        mesh: sizes of "replicate", "shard" and "tp" to keep to.
+    """
+    table = _axes(num_devices)
+    if mesh:
+        table = table.keep(_like(table, mesh))
+    table = table.obey(illegal, axis_rules(sizes, table))
+    table = _split_tokens(table, sizes, illegal)
+    table = _split_rows(table, sizes, illegal)
+    table = _spread_experts(table, sizes, illegal)
+    table = _states(table, sizes, trains_all=trains_all)
+    if mesh:
+        table = table.keep(_states_like(table, mesh))
+    table = _stages(table, sizes, illegal)
+    table = table.cross_by("data", rows_of) if len(table) else table.cross(rows_of(1))
+    table = table.obey(illegal, round_rules(table))
+    return table.cross({"recompute": recompute})
+
+
+def _axes(num_devices: int) -> Table:
+    """Degrees of all four axes."""
+    found = np.array(divisors(num_devices))
+    table = Table({"tensor": found[found <= num_devices]})
+    table = table.cross({"pipeline": found[found <= _MOST_STAGES]})
+    table = table.keep(num_devices % (table["tensor"] * table["pipeline"]) == 0)
+    table = table.cross({"context": found})
+    inside = table["tensor"] * table["pipeline"] * table["context"]
+    table = table.keep(num_devices % inside == 0)
+    inside = table["tensor"] * table["pipeline"] * table["context"]
+    return table.joined(data=num_devices // inside)
+
+
+def _like(table: Table, mesh: Mapping[str, int]) -> np.ndarray:
+    """Plans of a mesh that the job names."""
+    ranks = mesh.get("replicate", 1) * mesh.get("shard", 1)
+    same = (table["tensor"] == mesh.get("tp", 1)) & (table["data"] == ranks)
+    return same & (table["pipeline"] == 1) & (table["context"] == 1)
+
+
+def _states_like(table: Table, mesh: Mapping[str, int]) -> np.ndarray:
+    """The same once states are laid out: what an axis "shard" holds, it shards."""
+    shard = mesh.get("shard", 1)
+    return (table["shard"] == shard) & ((shard == 1) | (table["zero"] == 3))
+
+
+def _split_tokens(table: Table, sizes: Sizes, illegal: Counter[str]) -> Table:
+    table = table.cross({"sequence_parallel": (0, 1)})
+    many = (table["pipeline"] > 1) | (table["context"] > 1)
+    splits = table["sequence_parallel"] == 1
+    alone = table["tensor"] == 1
+    table = table.keep(np.where(alone, ~splits, splits | ~many))
+    return table.obey(illegal, token_rules(sizes, table))
+
+
+def _split_rows(table: Table, sizes: Sizes, illegal: Counter[str]) -> Table:
+    table = table.cross({"context_kind": range(len(CONTEXT_KINDS))})
+    table = table.keep((table["context"] > 1) | (table["context_kind"] == 0))
+    return table.obey(illegal, context_rules(sizes, table))
+
+
+def _spread_experts(table: Table, sizes: Sizes, illegal: Counter[str]) -> Table:
+    if not sizes.experts:
+        one = np.ones(len(table), dtype=int)
+        return table.joined(expert=one, expert_tensor=one)
+    table = table.cross({"expert": divisors(max(sizes.experts))})
+    table = table.cross({"is_cut": (0, 1)})
+    table = table.keep((table["is_cut"] == 0) | (table["tensor"] > 1))
+    cut = np.where(table["is_cut"] == 1, table["tensor"], 1)
+    columns = {name: each for name, each in table.columns.items() if name != "is_cut"}
+    table = Table(columns | {"expert_tensor": cut})
+    return table.obey(illegal, expert_rules(sizes, table))
+
+
+def _states(table: Table, sizes: Sizes, *, trains_all: bool) -> Table:
+    """Replicas; moments, gradients or weights sharded over all ranks that hold the same, or over
+    those of a domain with replicas across domains."""
+    table = table.cross(_STATES).cross({"is_near": (0, 1)})
+    zero, is_near, tensor = table["zero"], table["is_near"] == 1, table["tensor"]
+    ranks = table["data"] * table["context"]
+    near = np.maximum(1, sizes.domain // tensor)
+    has_pipeline = table["pipeline"] > 1
+    is_hybrid = (1 < near) & (near < ranks) & (ranks % near == 0) & (zero == 3)
+    kept = np.where(zero == 0, ~is_near, ranks > 1) & (~is_near | is_hybrid)
+    kept &= ~has_pipeline | (zero < 3)
+    if not trains_all:
+        kept &= (zero == 0) | (zero == 3) | (has_pipeline & (zero == 1))
+    shard = np.where(zero == 0, 1, np.where(is_near, near, ranks))
+    columns = {name: each for name, each in table.columns.items() if name != "is_near"}
+    return Table(columns | {"shard": shard}).keep(kept)
+
+
+def _stages(table: Table, sizes: Sizes, illegal: Counter[str]) -> Table:
+    chunks = {"interleaved": _VIRTUAL, "zbv": (2,), "dualpipe": (2,)}
+    pairs = [(at, n) for at, name in enumerate(SCHEDULES) for n in chunks.get(name, (1,))]
+    options = {"schedule": [at for at, _ in pairs], "virtual": [n for _, n in pairs]}
+    table = table.cross(options)
+    plain = (table["schedule"] == SCHEDULES.index("1f1b")) & (table["virtual"] == 1)
+    table = table.keep((table["pipeline"] > 1) | plain)
+    return table.obey(illegal, stage_rules(sizes, table))
