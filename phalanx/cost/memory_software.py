@@ -1,0 +1,98 @@
+"""What training software keeps in the memory of a device, one profile each. No torch.
+
+A profile holds facts of a program's design (which dtype its gradients have, whether attention
+writes its matrix) and the few figures that `benchmarks/fit_memory.py` fitted to published rows.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, fields
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from phalanx.errors import JobError, nearest_names
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryProfile:
+    """One program.
+
+    Attributes:
+        name, title: key of the table and whom it stands for.
+        weight_bytes, grad_bytes, moment_bytes, master_bytes: of a trained parameter; master
+            weights beside the weights (0: the stored weights are the master).
+        gathered_bytes: of a parameter while a sharded unit is gathered.
+        prefetched_units: units gathered ahead of the one that computes.
+        keeps_attention_matrix: 5 bytes a pair of tokens and head; else attention is fused.
+        dropout_masks: of D bytes a token and layer.
+        selective_keeps: share of a layer's activations that "selective" recomputation keeps; 0: it
+            recomputes the attention matrix alone.
+        logit_bytes: of one logit at the peak of the loss: copies and gradient together.
+        splits_loss: logits stay cut over the tensor axis.
+        sequence_parallel: tokens between blocks are always split where weights are.
+        stages: "even" layers on pipeline ranks, or "by-cost" of blocks, the head among them.
+        working_frac: buffers of a layer's backward pass over what that layer keeps.
+        fragmentation_frac: memory the allocator holds beyond tensors that come and go.
+        context_bytes: of the driver's context, libraries and their communicators.
+        log_spread: standard deviation of the logarithm of published over predicted.
+    """
+
+    name: str
+    title: str
+    weight_bytes: float
+    grad_bytes: float
+    moment_bytes: float
+    master_bytes: float
+    gathered_bytes: float = 2.0
+    prefetched_units: float = 1.0
+    keeps_attention_matrix: bool = False
+    dropout_masks: float = 0.0
+    selective_keeps: float = 0.0
+    logit_bytes: float = 8.0
+    splits_loss: bool = True
+    sequence_parallel: bool = False
+    stages: str = "even"
+    working_frac: float = 0.5
+    fragmentation_frac: float = 0.05
+    context_bytes: float = 1.5e9
+    log_spread: float = 0.1
+
+
+@cache
+def _table() -> dict[str, Any]:
+    text = (files("phalanx.cost") / "memory_software.json").read_text(encoding="utf-8")
+    return json.loads(text)
+
+
+def memory_software_names() -> list[str]:
+    """Programs that have a profile of their own or share one."""
+    return sorted({*_table()["profiles"], *_table()["families"]})
+
+
+@cache
+def memory_profile(software: str) -> MemoryProfile:
+    """The profile of "family:generation"; the family's where the generation has none.
+
+    Raises:
+        JobError: `registry/unknown` with the nearest names.
+    """
+    profiles, families = _table()["profiles"], _table()["families"]
+    family, _, generation = software.partition(":")
+    family = families.get(family, family)
+    key = f"{family}:{generation}" if f"{family}:{generation}" in profiles else family
+    if key not in profiles:
+        legal = nearest_names(family, memory_software_names())
+        raise JobError(
+            "registry/unknown", "software", software, "no memory profile of that name", legal=legal
+        )
+    return MemoryProfile(name=key, **_entry(key))
+
+
+def _entry(key: str) -> dict[str, Any]:
+    """A profile's own values over those of the profile that it is like."""
+    own = dict(_table()["profiles"][key])
+    base = _entry(own.pop("like")) if "like" in own else {}
+    known = {field.name for field in fields(MemoryProfile)}
+    return {name: value for name, value in {**base, **own}.items() if name in known}

@@ -1,0 +1,161 @@
+"""Weights, gradients and optimizer states of a rank of training plans. No torch.
+
+Symbols: t tensor, p pipeline, e expert degree, f ranks that share states (`shard`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from phalanx.cost.memory_software import MemoryProfile
+from phalanx.cost.model_shape import ModelShape, Product
+from phalanx.cost.training_plans import SCHEDULES, Column
+
+QUANTISED_OVERHEAD = (
+    0.127 / 4
+)  # scales of scales: bits a weight of QLoRA, over its 4 (Dettmers 2023)
+ITEM_BYTES = 2.0  # of a weight as products read it
+FP8_COPY_BYTES = 2.0  # a weight and its transpose, as fp8 products read them
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """Parameters of a rank by class, [N] each.
+
+    Attributes:
+        dense, expert: in layers; embedding: in tables and the head; all before sharding.
+        largest, largest_expert: of the largest layer, the unit that is gathered.
+    """
+
+    dense: Column
+    expert: Column
+    embedding: Column
+    largest: Column
+    largest_expert: Column
+
+
+def split_params(
+    shape: ModelShape, columns: Mapping[str, Column], layer_frac: Column, tables: Column
+) -> Parameters:
+    """Of a rank with a share of the layers and so many tables of V rows."""
+    tensor, experts = columns["tensor"], columns["expert"] * columns["expert_tensor"]
+    dense, expert = np.zeros_like(layer_frac), np.zeros_like(layer_frac)
+    largest, largest_expert = np.zeros_like(layer_frac), np.zeros_like(layer_frac)
+    for layer in shape.layers:
+        in_dense = layer.norms * shape.hidden + np.zeros_like(layer_frac)
+        in_expert = np.zeros_like(layer_frac)
+        for product in layer.products(shape.hidden):
+            if product.is_expert:
+                in_expert = in_expert + product.num_params / experts
+            else:
+                in_dense = in_dense + product.num_params / _cut(product, tensor)
+        dense, expert = dense + layer.count * in_dense, expert + layer.count * in_expert
+        bigger = in_dense + in_expert > largest + largest_expert
+        largest = np.where(bigger, in_dense, largest)
+        largest_expert = np.where(bigger, in_expert, largest_expert)
+    table = shape.vocab * shape.hidden / tensor
+    positions = np.where(tables > 0, shape.learned_positions * shape.hidden, 0.0)
+    embedding = tables * table + positions + shape.hidden
+    return Parameters(dense * layer_frac, expert * layer_frac, embedding, largest, largest_expert)
+
+
+def _cut(product: Product, tensor: Column) -> Column:
+    """Ranks that a matrix is split over."""
+    return np.ones_like(tensor) if product.split == "none" else tensor
+
+
+def adapter_params(
+    shape: ModelShape, columns: Mapping[str, Column], rank: int, layer_frac: Column
+) -> tuple[Column, Column]:
+    """(dense, expert) parameters of rank R factors on all linear layers, before sharding."""
+    tensor, experts = columns["tensor"], columns["expert"] * columns["expert_tensor"]
+    dense, expert = np.zeros_like(layer_frac), np.zeros_like(layer_frac)
+    for layer in shape.layers:
+        for product in layer.products(shape.hidden):
+            inputs = product.inputs / (tensor if product.split == "row" else 1.0)
+            outputs = product.outputs / (tensor if product.split == "column" else 1.0)
+            if product.is_expert:
+                both = product.inputs + product.outputs
+                expert = expert + layer.count * product.copies * rank * both / experts
+            else:
+                dense = dense + layer.count * rank * (inputs + outputs)
+    return dense * layer_frac, expert * layer_frac
+
+
+@dataclass(frozen=True)
+class States:
+    """Bytes of a rank [N]."""
+
+    weights: Column
+    gradients: Column
+    moments: Column
+    gathered: Column
+    host: Column
+
+
+def state_bytes(
+    shape: ModelShape,
+    columns: Mapping[str, Column],
+    profile: MemoryProfile,
+    *,
+    layer_frac: Column,
+    tables: Column,
+    method: str,
+    lora_rank: int,
+    base_bits: int,
+    precision: str,
+) -> States:
+    """Of ranks that hold `layer_frac` of the layers and so many tables."""
+    params = split_params(shape, columns, layer_frac, tables)
+    shard, expert_shard = shard_degrees(columns)
+    copies = np.where(columns["schedule"] == SCHEDULES.index("dualpipe"), 2.0, 1.0)
+    zero = columns["zero"]
+    dense, expert = params.dense + params.embedding, params.expert
+
+    def cut(in_dense: Column, in_expert: Column, stage: int) -> Column:
+        at_least = zero >= stage
+        held = in_dense / np.where(at_least, shard, 1.0)
+        return held + in_expert / np.where(at_least, expert_shard, 1.0)
+
+    is_lora = method == "lora"
+    stored = profile.weight_bytes
+    if is_lora:
+        stored = base_bits / 8.0 * (1.0 + QUANTISED_OVERHEAD) if base_bits < 16 else 2.0
+        trained = adapter_params(shape, columns, lora_rank, layer_frac)
+    else:
+        trained = (dense, expert)
+    weights = copies * cut(dense, expert, 3) * stored
+    if precision in ("fp8", "fp4"):
+        weights = weights + copies * cut(params.dense, expert, 3) * FP8_COPY_BYTES * (not is_lora)
+    if is_lora:
+        weights = weights + copies * cut(*trained, 3) * profile.weight_bytes
+    on_device = 1.0 - columns["offload"]
+    optimizer = profile.moment_bytes + profile.master_bytes
+    moments = cut(*trained, 1) * optimizer * copies
+    per_gathered = min(stored, profile.gathered_bytes)
+    units = 1.0 + profile.prefetched_units
+    unit = params.largest + params.largest_expert
+    whole = np.where(columns["keeps_gathered"] > 0, params.dense + expert, units * unit)
+    gathered = (whole + params.embedding) * per_gathered
+    unreduced = 0.0 if is_lora else unit * profile.grad_bytes
+    dequantised = unit * ITEM_BYTES if is_lora and base_bits < 16 else 0.0
+    return States(
+        weights=weights,
+        gradients=copies * cut(*trained, 2) * profile.grad_bytes,
+        moments=moments * on_device,
+        gathered=np.where(zero >= 3, gathered + unreduced, 0.0) + dequantised,
+        host=moments * columns["offload"],
+    )
+
+
+def shard_degrees(columns: Mapping[str, Column]) -> tuple[Column, Column]:
+    """Ranks that share the states of dense and of expert parameters.
+
+    An expert has t / (e t_e) as many data ranks as the rest.
+    """
+    shard = columns["shard"]
+    cut = columns["expert"] * columns["expert_tensor"] / columns["tensor"]
+    return shard + 0.0, np.maximum(1.0, shard / cut)
