@@ -120,13 +120,17 @@ def workload_of(
         multiple: what rows are rounded up to; the filler counts as tokens.
         held_out: samples that an evaluation scores, as one more step of shapes.
     """
-    stream, start = SampleStream(samples, seed), 0
     weight = counted_weight(config)
-    steps: list[_Dealt] = []
-    for _ in range(min(num_steps, _MOST_STEPS)):
-        counters = step_samples(stream, start, global_batch_tokens)
-        steps.append(_dealt(stream, counters, weight, row_tokens, num_ranks, multiple))
-        start = counters.stop
+    steps = deal_steps(
+        samples,
+        weight,
+        num_steps=min(num_steps, _MOST_STEPS),
+        global_batch_tokens=global_batch_tokens,
+        row_tokens=row_tokens,
+        num_ranks=num_ranks,
+        multiple=multiple,
+        seed=seed,
+    )
     heaviest = [step.heaviest_rank(num_ranks, weight) for step in steps]
     tokens, counted = (mean(column) for column in zip(*heaviest))
     num_items = mean(len(step.rows) / num_ranks for step in steps)
@@ -160,8 +164,37 @@ def workload_of(
     )
 
 
-class _Dealt(NamedTuple):
-    """A step's rows as document lengths with their filler, and the targets of each."""
+def deal_steps(
+    samples: Samples,
+    weight: float,
+    *,
+    num_steps: int,
+    global_batch_tokens: int,
+    row_tokens: int,
+    num_ranks: int,
+    multiple: int = 1,
+    seed: int = 0,
+) -> list[DealtStep]:
+    """The first steps as training deals them.
+
+    Args:
+        weight: work of a target beyond that of any token, in tokens (`counted_weight`).
+        row_tokens, num_ranks, multiple: as in `workload_of`.
+    """
+    stream, start = SampleStream(samples, seed), 0
+    steps: list[DealtStep] = []
+    for _ in range(num_steps):
+        counters = step_samples(stream, start, global_batch_tokens)
+        steps.append(_dealt(stream, counters, weight, row_tokens, num_ranks, multiple))
+        start = counters.stop
+    return steps
+
+
+class DealtStep(NamedTuple):
+    """A step's rows as document lengths with their filler, and the targets of each.
+
+    Row r belongs to rank r modulo the ranks.
+    """
 
     rows: list[list[int]]
     counted: list[int]
@@ -182,12 +215,12 @@ def _dealt(
     row_tokens: int,
     num_ranks: int,
     multiple: int,
-) -> _Dealt:
+) -> DealtStep:
     lengths = [stream.length(counter) for counter in counters]
     counted = [stream.num_counted(counter) for counter in counters]
     work = [n + weight * c for n, c in zip(lengths, counted)]
     rows = deal(lengths, work, row_tokens=row_tokens, num_ranks=num_ranks)
-    return _Dealt(
+    return DealtStep(
         [_rounded([lengths[at] for at in row], multiple) for row in rows],
         [sum(counted[at] for at in row) for row in rows],
     )
