@@ -1,12 +1,17 @@
 """Machines: one TOML file each, every number with unit, source and date."""
 
-from phalanx.hardware.load import (
-    Cluster,
-    Figure,
-    Machine,
-    machine_names,
-    parse_cluster,
-    read_machine,
-)
+from phalanx.hardware.cluster import Cluster, parse_cluster
+from phalanx.hardware.load import machine_names, read_machine
+from phalanx.hardware.machine import Figure, Machine
+from phalanx.hardware.named import machine_called, machines_called
 
-__all__ = ["Cluster", "Figure", "Machine", "machine_names", "parse_cluster", "read_machine"]
+__all__ = [
+    "Cluster",
+    "Figure",
+    "Machine",
+    "machine_called",
+    "machine_names",
+    "machines_called",
+    "parse_cluster",
+    "read_machine",
+]

@@ -1,119 +1,40 @@
-"""Reading machine files and cluster shorthand such as "8xh100"."""
+"""Machines: reading their files."""
 
 from __future__ import annotations
 
-import re
-from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from phalanx.errors import JobError, nearest_names, shown
+from phalanx.hardware.machine import OPTIONAL, REQUIRED, TEXTS, Figure, Machine
 from phalanx.strict import parse_toml, read_value
 from phalanx.units import UNITS, parse_quantity
 
-
-@dataclass(frozen=True, slots=True)
-class Figure:
-    """One number of a machine, in SI units, and where it comes from."""
-
-    value: float
-    kind: str  # measured, published, assumption
-    source: str
-    date: str
-
-
-# name in the file -> dimension ("": a share of 1); all but `_DEFAULTS` are required, so that no
-# cost model has to guess
-_FIGURES = {
-    "matmul": "flops_per_s",
-    "memory": "bytes",
-    "usable_memory_frac": "",
-    "memory_bandwidth": "bytes_per_s",
-    "link_bandwidth": "bytes_per_s",
-    "network_bandwidth": "bytes_per_s",
-    "link_latency": "s",
-    "network_latency": "s",
-    "launch_overhead": "s",
-    "price": "usd_per_h",
-}
 _DEFAULTS = {
     "usable_memory_frac": Figure(
         0.9, "assumption", "the file does not say; the share that vLLM takes by default", "2026-11"
     )
 }
 _DIVIDED_BY = ("flops_per_s", "bytes", "bytes_per_s")  # by cost models: zero would be no machine
-MAX_DEVICES = 10_000_000  # of a cluster; every rank takes memory in a plan
 _SOURCES = ("formula", "simulated", "measured", "published", "assumption")
-
-
-@dataclass(frozen=True)
-class Machine:
-    """One kind of device.
-
-    Attributes:
-        name: of the file.
-        title: as its maker calls it.
-        devices_per_domain: devices that share the fast links.
-        matmul: sustained dense matrix products in bf16, FLOP/s (not the data sheet's peak).
-        memory, memory_bandwidth: of one device, bytes and bytes/s.
-        usable_memory_frac: share of `memory` that tensors may fill.
-        cores_per_device: what names of slices such as "v5p-8" count; 0: there are no such names.
-        link_bandwidth, link_latency: inside a domain, per device and direction.
-        network_bandwidth, network_latency: between domains, per device and direction.
-        launch_overhead: seconds of host work per operator that compute does not hide.
-        price: USD per device and hour.
-    """
-
-    name: str
-    title: str
-    devices_per_domain: int
-    matmul: Figure
-    memory: Figure
-    memory_bandwidth: Figure
-    link_bandwidth: Figure
-    network_bandwidth: Figure
-    link_latency: Figure
-    network_latency: Figure
-    launch_overhead: Figure
-    price: Figure
-    usable_memory_frac: Figure
-    cores_per_device: int = 0
-
-    @property
-    def usable_bytes(self) -> float:
-        """Memory of a device that tensors may fill."""
-        return self.memory.value * self.usable_memory_frac.value
-
-    def figures(self) -> dict[str, Figure]:
-        """All numbers by name."""
-        return {name: getattr(self, name) for name in _FIGURES}
-
-
-@dataclass(frozen=True, slots=True)
-class Cluster:
-    """So many devices of one kind."""
-
-    machine: Machine
-    num_devices: int
-
-    def __str__(self) -> str:
-        return f"{self.num_devices}x{self.machine.name}"
-
-    def to_dict(self) -> dict[str, Any]:
-        """What a plan remembers of it."""
-        figures = {name: figure.value for name, figure in self.machine.figures().items()}
-        return {"machine": self.machine.name, "num_devices": self.num_devices, "figures": figures}
+_COUNTS = {"devices_per_domain": 1, "cores_per_device": 0}  # and the least that they may be
+MAX_DEVICES = 10_000_000  # of a cluster; every rank takes memory in a plan
 
 
 def _folder() -> Path:
     return Path(str(files("phalanx.hardware")))
 
 
+@cache
+def _shipped() -> tuple[str, ...]:
+    return tuple(sorted(path.stem for path in _folder().glob("*.toml")))
+
+
 def machine_names() -> list[str]:
     """Machines that come with Phalanx."""
-    return sorted(path.stem for path in _folder().glob("*.toml"))
+    return list(_shipped())
 
 
 @cache
@@ -122,8 +43,8 @@ def read_machine(name: str) -> Machine:
 
     Raises:
         JobError: `registry/unknown` with the nearest machines; `job/missing`, `job/unknown-key`,
-            `job/bad-value`, `job/syntax` or `unit/unknown` for a file that is incomplete or says
-            something else.
+            `job/bad-value`, `job/syntax` or `unit/unknown` for a file that is incomplete,
+            contradicts itself or says something else.
     """
     known = machine_names()
     is_path = name.endswith(".toml")
@@ -141,8 +62,8 @@ def read_machine(name: str) -> Machine:
 
 
 def _machine(table: dict[str, Any], path: Path) -> Machine:
-    required = {"title", "devices_per_domain", *_FIGURES} - set(_DEFAULTS)
-    legal = {*required, *_DEFAULTS, "cores_per_device"}
+    required = {"title", "devices_per_domain", *REQUIRED} - set(_DEFAULTS)
+    legal = {*required, *_DEFAULTS, *OPTIONAL, *TEXTS, *_COUNTS}
     for name in table:
         if name not in legal:
             near = nearest_names(name, legal)
@@ -152,29 +73,48 @@ def _machine(table: dict[str, Any], path: Path) -> Machine:
     for name in sorted(required):
         if name not in table:
             raise JobError("job/missing", f"{path.name}: {name}", None, "every machine needs it")
+    dimensions = REQUIRED | OPTIONAL
     figures = {
-        name: _figure(table[name], name, path.name) if name in table else _DEFAULTS[name]
-        for name in _FIGURES
+        name: _figure(table[name], dimensions[name], f"{path.name}: {name}")
+        for name in dimensions
+        if name in table
     }
-    return Machine(
+    machine = Machine(
         name=path.stem,
         title=read_value(table["title"], str, f"{path.name}: title"),
-        devices_per_domain=_count(table, "devices_per_domain", path, low=1),
-        cores_per_device=_count({"cores_per_device": 0} | table, "cores_per_device", path, low=0),
-        **figures,
+        **{name: read_value(table.get(name, ""), str, f"{path.name}: {name}") for name in TEXTS},
+        **{name: _count(table, name, path, low) for name, low in _COUNTS.items()},
+        **_DEFAULTS | figures,  # type: ignore[arg-type]
     )
+    _require_consistent(machine, path)
+    return machine
+
+
+def _require_consistent(machine: Machine, path: Path) -> None:
+    """No measured rate above the peak of its own precision, no spot price above the other."""
+    pairs = [
+        ("matmul", machine.matmul, "bf16_peak", machine.bf16_peak),
+        ("fp8_matmul", machine.fp8_matmul, "fp8_peak", machine.fp8_peak),
+        ("fp4_matmul", machine.fp4_matmul, "fp4_peak", machine.fp4_peak),
+    ]
+    for name, rate, peak_name, peak in pairs:
+        if rate and peak and rate.value > peak.value:
+            rule = f"is above {peak_name} = {peak.value:g}"
+            raise JobError("job/bad-value", f"{path.name}: {name}", rate.value, rule)
+    if machine.fp8_peak and not machine.bf16_peak:
+        rule = "is needed where fp8_peak is given: it says which share of a peak products reach"
+        raise JobError("job/missing", f"{path.name}: bf16_peak", None, rule)
 
 
 def _count(table: dict[str, Any], name: str, path: Path, low: int) -> int:
     where = f"{path.name}: {name}"
-    value = read_value(table[name], int, where)
+    value = read_value(table.get(name, low), int, where)
     if value < low:
         raise JobError("job/bad-value", where, value, f"must be at least {low}", legal=[low])
     return value
 
 
-def _figure(entry: Any, name: str, file: str) -> Figure:
-    where = f"{file}: {name}"
+def _figure(entry: Any, dimension: str, where: str) -> Figure:
     if not isinstance(entry, dict) or set(entry) != {"value", "kind", "source", "date"}:
         rule = "must be a table with value, kind, source and date"
         raise JobError("job/bad-value", where, shown(entry), rule)
@@ -183,7 +123,7 @@ def _figure(entry: Any, name: str, file: str) -> Figure:
         raise JobError("job/bad-value", f"{where}.kind", kind, "no such kind", legal=_SOURCES)
     source = read_value(entry["source"], str, f"{where}.source")
     date = read_value(entry["date"], str, f"{where}.date")
-    return Figure(_amount(entry["value"], _FIGURES[name], f"{where}.value"), kind, source, date)
+    return Figure(_amount(entry["value"], dimension, f"{where}.value"), kind, source, date)
 
 
 def _amount(text: Any, dimension: str, where: str) -> float:
@@ -204,50 +144,3 @@ def _share(value: Any, where: str) -> float:
             "job/bad-value", where, shown(value), "must lie in 0 < share <= 1", legal=[1]
         )
     return share
-
-
-def parse_cluster(text: str) -> Cluster:
-    """ "8xh100" as 8 devices of the machine h100; a bare name is one device, "v5p-8" a slice.
-
-    Google names slices of TPU v4 and v5p by their TensorCores, two to a chip: v5p-8 is 4 chips.
-
-    Raises:
-        JobError: `job/bad-value` for another form, `registry/unknown` for an unknown machine.
-    """
-    match = re.fullmatch(r"(?:(\d+)[xX*] *)?([\w.\-/]+)", text.strip())
-    if match is None:
-        rule = "must be COUNTxMACHINE"
-        raise JobError("job/bad-value", "cluster", shown(text), rule, legal=["8xh100"])
-    name = match[2] if match[2].endswith(".toml") else match[2].lower()
-    if match[1] is None and (cluster := _slice(name)):
-        return cluster
-    return Cluster(read_machine(name), _num_devices(match[1] or "1", name, text))
-
-
-def _num_devices(digits: str, name: str, text: str) -> int:
-    digits = digits.lstrip("0")
-    if not digits:
-        rule = "must have at least one device"
-        raise JobError("job/bad-value", "cluster", shown(text), rule, legal=[f"1x{name}"])
-    if len(digits) > len(str(MAX_DEVICES)) or int(digits) > MAX_DEVICES:
-        rule, legal = f"must have at most {MAX_DEVICES:,} devices", [f"{MAX_DEVICES}x{name}"]
-        raise JobError("job/bad-value", "cluster", shown(text), rule, legal=legal)
-    return int(digits)
-
-
-def _slice(name: str) -> Cluster | None:
-    """The devices of a slice by Google's name; None for what is no such name."""
-    kind, _, digits = name.rpartition("-")
-    if not (
-        kind and digits.isdecimal() and kind in machine_names() and name not in machine_names()
-    ):
-        return None
-    machine = read_machine(kind)
-    if not machine.cores_per_device:
-        return None
-    cores = _num_devices(digits, kind, name)
-    if cores % machine.cores_per_device:
-        rule = f"counts cores, {machine.cores_per_device} to a device"
-        near = f"{kind}-{cores + cores % machine.cores_per_device}"
-        raise JobError("job/bad-value", "cluster", shown(name), rule, legal=[near])
-    return Cluster(machine, cores // machine.cores_per_device)
