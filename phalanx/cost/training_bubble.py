@@ -1,0 +1,58 @@
+"""Pipelines: how many layers the fullest stage holds, and how long its devices stand idle.
+
+Symbols: p pipeline ranks, v model chunks of a rank, m micro-batches of a step, t_f, t_b, t_w
+seconds of a stage forward, backward for inputs and backward for weights.
+
+Idle time over the work of one micro-batch on a stage, t_f + t_b + t_w (`bubble_micro_batches`)
+    gpipe, 1f1b     p - 1               [M2] section 2.2.1
+    interleaved     (p - 1) / v         [M2] section 2.2.2
+    zero-bubble     (p - 1) / 3         [Z] ZB-H1, (p - 1)(t_f + t_b - t_w), t_f = t_b = t_w
+    zbv             0                   [Z] ZB-V, the same assumption
+    dualpipe        (p / 2 - 1) 2 / 3   [D] (p / 2 - 1)(F&B + B - 3 W), F&B = 3, B = 2, W = 1
+Divided by m that is idle over ideal time, for 1f1b `training_formulas.bubble_frac`.
+
+Sources
+    [M2] Narayanan et al., SC'21, arXiv 2104.04473.
+    [Z] Qi et al.: Zero Bubble Pipeline Parallelism, ICLR'24, arXiv 2401.10241; section 2 and
+        table 1; ZB-V: arXiv 2405.15362.
+    [D] DeepSeek-V3 technical report, arXiv 2412.19437, table 2.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from phalanx.cost.training_plans import SCHEDULES
+
+_GPIPE, _ONE_F_ONE_B, _INTERLEAVED, _ZERO_BUBBLE, _ZBV, _DUALPIPE = range(len(SCHEDULES))
+
+
+def bubble_micro_batches(schedule: Any, pipeline: Any, virtual: Any = 1) -> np.ndarray:
+    """Idle time of a rank in units of a micro-batch's work on it; arrays broadcast.
+
+    Args:
+        schedule: index into `training_plans.SCHEDULES`.
+    """
+    p = np.asarray(pipeline, dtype=float)
+    schedule = np.asarray(schedule)
+    chunks = np.where(schedule == _INTERLEAVED, np.asarray(virtual, dtype=float), 1.0)
+    idle = (p - 1) / chunks
+    idle = np.where(schedule == _ZERO_BUBBLE, (p - 1) / 3, idle)
+    idle = np.where(schedule == _ZBV, 0.0, idle)
+    return np.where(schedule == _DUALPIPE, np.maximum(p / 2 - 1, 0.0) * 2 / 3, idle)
+
+
+def stage_layers(num_layers: int, pipeline: Any, virtual: Any = 1) -> tuple[np.ndarray, np.ndarray]:
+    """(layers of the fullest rank, layers of the last rank), chunks as equal as they can be.
+
+    What does not divide goes to middle chunks first, so that the ends, which hold the embedding
+    and the head, carry less (Llama 3: 126 layers on 128 chunks).
+    """
+    p = np.asarray(pipeline, dtype=float)
+    chunks = p * np.asarray(virtual, dtype=float)
+    in_each = np.floor(num_layers / chunks)
+    rest = num_layers - in_each * chunks
+    held = in_each * np.asarray(virtual, dtype=float)
+    return held + np.ceil(rest / p), held + np.floor(rest / p)
