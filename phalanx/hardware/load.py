@@ -79,13 +79,13 @@ def _machine(table: dict[str, Any], path: Path) -> Machine:
         for name in dimensions
         if name in table
     }
-    machine = Machine(
-        name=path.stem,
-        title=read_value(table["title"], str, f"{path.name}: title"),
-        **{name: read_value(table.get(name, ""), str, f"{path.name}: {name}") for name in TEXTS},
-        **{name: _count(table, name, path, low) for name, low in _COUNTS.items()},
-        **_DEFAULTS | figures,  # type: ignore[arg-type]
-    )
+    given: dict[str, Any] = _DEFAULTS | figures
+    for name in TEXTS:
+        given[name] = read_value(table.get(name, ""), str, f"{path.name}: {name}")
+    for name, low in _COUNTS.items():
+        given[name] = _count(table, name, path, low)
+    title = read_value(table["title"], str, f"{path.name}: title")
+    machine = Machine(name=path.stem, title=title, **given)
     _require_consistent(machine, path)
     return machine
 
@@ -101,6 +101,10 @@ def _require_consistent(machine: Machine, path: Path) -> None:
         if rate and peak and rate.value > peak.value:
             rule = f"is above {peak_name} = {peak.value:g}"
             raise JobError("job/bad-value", f"{path.name}: {name}", rate.value, rule)
+    if machine.price and machine.spot_price and machine.spot_price.value > machine.price.value:
+        rule = f"is above price = {machine.price.value:g}"
+        where, value = f"{path.name}: spot_price", machine.spot_price.value
+        raise JobError("job/bad-value", where, value, rule)
     if machine.fp8_peak and not machine.bf16_peak:
         rule = "is needed where fp8_peak is given: it says which share of a peak products reach"
         raise JobError("job/missing", f"{path.name}: bf16_peak", None, rule)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from phalanx.cost.cluster_step import DeviceRates
 from phalanx.errors import JobError
-from phalanx.hardware import Cluster, Machine, machine_names, parse_cluster
+from phalanx.hardware import Cluster, Machine, MixedCluster, machine_names, read_cluster
 
 MOST_CLUSTERS = 32
 
@@ -16,12 +16,16 @@ class AskedCluster:
     """A cluster and what the user called it.
 
     Attributes:
+        cluster: its devices; of a mixed one all of them, each as slow as the slowest
+            (`MixedCluster.as_one`).
         note: how the name was read, where that is not plain.
+        mixed: its parts, where they are of several kinds or sites.
     """
 
     text: str
     cluster: Cluster
     note: str = ""
+    mixed: MixedCluster | None = None
 
 
 def asked_clusters(text: str) -> list[AskedCluster]:
@@ -29,7 +33,7 @@ def asked_clusters(text: str) -> list[AskedCluster]:
 
     Raises:
         JobError: `job/bad-value` for "here", an empty or a very long list, one named twice; from
-            `parse_cluster`.
+            `read_cluster`.
     """
     names = [name.strip() for name in text.split(",")]
     if not all(names) or len(names) > MOST_CLUSTERS:
@@ -43,11 +47,14 @@ def asked_clusters(text: str) -> list[AskedCluster]:
             rule = "name a cluster; `phalanx run` plans for this machine and measures it first"
             legal = [f"8x{each}" for each in machine_names()]
             raise JobError("job/bad-value", "plan.on", "here", rule, legal=legal)
-        cluster = parse_cluster(name)
+        read = read_cluster(name)
+        mixed = read if isinstance(read, MixedCluster) else None
+        cluster = read.as_one() if isinstance(read, MixedCluster) else read
         if cluster in found:
             rule = f"is the same as {found[cluster].text}"
             raise JobError("job/bad-value", "--on", name, rule)
-        found[cluster] = AskedCluster(name, cluster, _note(name, cluster))
+        note = _mixed_note(mixed) if mixed else _note(name, cluster)
+        found[cluster] = AskedCluster(name, cluster, note, mixed)
     return list(found.values())
 
 
@@ -59,6 +66,18 @@ def _note(name: str, cluster: Cluster) -> str:
     counts = f" counts TensorCores, {cores} to a chip: {cluster.num_devices} chips"
     slice_note = f"{counts};" if is_slice and cores > 1 else ":"
     return f"{name}{slice_note} a price to compare with, Phalanx itself does not run on TPUs"
+
+
+def _mixed_note(mixed: MixedCluster) -> str:
+    link = mixed.slowest_link()
+    parts = " and ".join(
+        f"{part} at {site}" if len(set(mixed.sites)) > 1 else str(part)
+        for part, site in zip(mixed.parts, mixed.sites)
+    )
+    return (
+        f"{parts}: a step waits for the slowest device, the smallest memory and the slowest link "
+        f"({link.bytes_per_s * 8 / 1e9:.4g} Gbit/s, {link.latency_s * 1e3:.3g} ms)"
+    )
 
 
 def device_rates(machine: Machine, matmul_gain: float = 1.0) -> DeviceRates:

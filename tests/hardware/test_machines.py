@@ -1,5 +1,7 @@
 """Machines: every number has a unit, a source and a date, or the file is refused."""
 
+import math
+
 import pytest
 
 from phalanx.errors import JobError
@@ -73,6 +75,13 @@ def test_bad_clusters_are_refused_with_a_way_out(text, code):
         ('value = "5 us"', 'value = "-5 us"', "job/bad-value"),
         ('date = "2025"', "date = 2025-01-01", "job/bad-value"),
         ("[memory]", "x = " + "[" * 50_000 + "\n[memory]", "job/syntax"),
+        ('value = "989 TFLOP/s"', 'value = "700 TFLOP/s"', "job/bad-value"),  # peak below matmul
+        ('value = "1979 TFLOP/s"', 'value = "1400 TFLOP/s"', "job/bad-value"),
+        ('value = "1.25 $/h"', 'value = "7 $/h"', "job/bad-value"),  # spot above on demand
+        ('value = "6.88 $/h"', "value = nan", "job/bad-value"),
+        ('value = "700 W"', 'value = "700 J"', "unit/unknown"),
+        ('topology = "NVLink4 all-to-all switch"', "topology = 4", "job/bad-value"),
+        ("[price]", "[bf16_matmul]", "job/unknown-key"),
     ],
     ids=lambda value: value[:28],
 )
@@ -84,6 +93,46 @@ def test_incomplete_machine_files_are_refused(tmp_path, old, new, code):
     with pytest.raises(JobError) as caught:
         read_machine(str(path))
     assert caught.value.code == code
+
+
+def test_a_precision_has_its_measured_rate_or_its_peak_in_the_share_of_bf16():
+    h100, mi300x, a100 = (read_machine(name) for name in ("h100", "mi300x", "a100-80g"))
+    assert h100.matmul_of("bf16") is h100.matmul_of("fp16") is h100.matmul
+    assert (h100.matmul_of("fp8").kind, h100.matmul_flops_per_s("fp8")) == ("measured", 1402.6e12)
+    fp8 = mi300x.matmul_of("fp8")  # never measured: as 668.4 of 1307 in bf16
+    assert fp8.value == pytest.approx(2615e12 * 668.4 / 1307) and fp8.kind == "assumption"
+    assert "0.511 of the peak" in fp8.source
+    assert a100.matmul_of("int8").value == pytest.approx(2 * 271.2e12)
+    without = a100.matmul_of("fp8")
+    assert without.value == 271.2e12 and without.source.startswith("no fp8 products")
+    with pytest.raises(JobError, match="fp4"):
+        h100.matmul_of("int3")
+
+
+@pytest.mark.parametrize("name", machine_names())
+def test_no_rate_of_a_shipped_machine_is_above_its_peak_and_fewer_bits_are_no_slower(name):
+    machine = read_machine(name)
+    rates = [machine.matmul_flops_per_s(each) for each in ("bf16", "fp8", "fp4")]
+    assert rates[0] <= rates[1] and rates[0] <= rates[2]
+    if machine.bf16_peak:
+        assert 0.5 <= rates[0] / machine.bf16_peak.value <= 1
+    if machine.fp8_peak:
+        assert 0.45 <= rates[1] / machine.fp8_peak.value <= 1
+
+
+def test_a_price_that_is_not_known_is_infinite_and_none_is_made_up():
+    assert read_machine("h20").price is None and read_machine("h20").usd_per_h == math.inf
+    assert "price" not in read_machine("h20").figures()
+    assert read_machine("h100").spot_price.value < read_machine("h100").second_price.value
+
+
+def test_a_machine_with_an_fp8_peak_says_its_bf16_peak_too(tmp_path):
+    text = _text("mi300x")
+    start, end = text.index("[bf16_peak]"), text.index("[fp8_peak]")
+    path = tmp_path / "mine.toml"
+    path.write_text(text[:start] + text[end:])
+    with pytest.raises(JobError, match=r"mine\.toml: bf16_peak"):
+        read_machine(str(path))
 
 
 def test_a_file_that_does_not_say_how_much_memory_is_usable_gets_an_assumption(tmp_path):

@@ -16,6 +16,15 @@ def test_clusters_are_read_in_their_order_and_a_slice_says_how_many_chips_it_is(
     assert found[3].note.startswith("v6e-8: a price")  # this name counts chips
 
 
+def test_a_mixed_cluster_is_asked_for_as_its_slowest_part_and_says_so():
+    (found,) = asked_clusters("8xh100+8xa100-80g")
+    assert found.cluster.num_devices == 16 and found.mixed is not None
+    assert [str(part) for part in found.mixed.parts] == ["8xh100", "8xa100-80g"]
+    assert found.note.startswith("8xh100 and 8xa100-80g: a step waits for the slowest device")
+    assert "1600 Gbit/s, 0.015 ms" in found.note
+    assert asked_clusters("8xh100")[0].mixed is None
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [
