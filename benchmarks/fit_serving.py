@@ -1,0 +1,278 @@
+"""Fits the coefficients of serving steps to published rows and judges them on groups left out.
+
+    python benchmarks/fit_serving.py [TABLE.csv] [--write]
+
+Logarithms of times are fitted by Gauss-Newton steps with weights that a gross outlier loses
+(Student's t); every coefficient and factor is pulled towards its start (`COEFFICIENTS`), so a kind
+with few rows stays near the value for all. Bars are percentiles of what the folds were off.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from phalanx.cost.serving_efficiency import COEFFICIENTS, ServingEfficiency
+from phalanx.lab.csv_rows import seen_table
+from phalanx.lab.folds import folds
+from phalanx.lab.serving_predict import ServingTable, tables_of
+from phalanx.lab.serving_rows import ServingRow, read_serving
+
+SCATTER = {  # of the logarithm of a measurement about its formula, beyond which a row is an outlier
+    "tpot_s": 0.10,
+    "ttft_s": 0.25,
+    "latency_s": 0.12,
+    "output_tokens_per_s_per_device": 0.12,
+}
+ROUNDS, STEP, LEAST_ROWS = 12, 1e-4, 4
+OUT = Path("phalanx/cost/serving_efficiency.json")
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One number of the fit: a coefficient's value for all, or its factor for a key."""
+
+    coefficient: str
+    factor: str
+    key: str
+    spread: float
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """A table of rows with its measurements: which metric of which row, and how much it counts."""
+
+    table: ServingTable
+    metric: Mapping[str, tuple[np.ndarray, np.ndarray, np.ndarray]]  # places, logs, weights
+
+
+def fit(rows: Sequence[ServingRow]) -> ServingEfficiency:
+    """Coefficients of rows that are complete."""
+    rows = [row for row in rows if row.is_fitted]
+    parts = [_fitted(table, rows) for table in tables_of(rows)]
+    parameters = _parameters(parts)
+    logs = np.zeros(len(parameters))
+    cost, jacobian, misses = _linearised(parts, parameters, logs)
+    for _ in range(ROUNDS):
+        step = _step(parameters, jacobian, misses, logs)
+        for scale in (1.0, 0.3, 0.1):
+            trial = logs + scale * step
+            new = _cost(_misses(parts, _efficiency(parameters, trial)), parameters, trial)
+            if new < cost:
+                break
+        else:
+            break
+        logs, gain = trial, cost - new
+        cost, jacobian, misses = _linearised(parts, parameters, logs)
+        if gain < 1e-3 * cost:
+            break
+    counts = {
+        factor: dict(Counter(key for part in parts for key in part.table.keys[factor]))
+        for factor in ("accelerator", "family", "generation", "precision", "load")
+    }
+    return replace(
+        _efficiency(parameters, logs),
+        rows=counts,
+        sources=dict(Counter(row.source_id for row in rows)),
+    )
+
+
+def _fitted(table: ServingTable, rows: Sequence[ServingRow]) -> Fitted:
+    """Rows of large groups count less each, so one sweep does not outweigh all others."""
+    sizes = Counter(row.group for row in rows)
+    metric = {}
+    for name, scatter in SCATTER.items():
+        found = [
+            (place, rows[at].measured[name], sizes[rows[at].group])
+            for place, at in enumerate(table.at)
+            if name in rows[at].measured and not _follows(name, rows[at])
+        ]
+        if found:
+            places, values, sizes_of = (np.asarray(column) for column in zip(*found, strict=True))
+            weights = 1.0 / scatter / np.sqrt(np.sqrt(sizes_of))
+            metric[name] = (places, np.log(values), weights)
+    return Fitted(table, metric)
+
+
+def _follows(metric: str, row: ServingRow) -> bool:
+    """Whether other measurements of the row say the same."""
+    if metric == "latency_s":
+        return "tpot_s" in row.measured
+    return metric == "output_tokens_per_s_per_device" and "tpot_s" in row.measured
+
+
+def _parameters(parts: Sequence[Fitted]) -> list[Parameter]:
+    found = []
+    for name, each in COEFFICIENTS.items():
+        found.append(Parameter(name, "", "", each.spread))
+        for factor, spread in each.factors.items():
+            keys = Counter(key for part in parts for key in part.table.keys[factor])
+            for key in sorted(key for key, count in keys.items() if count >= LEAST_ROWS):
+                found.append(Parameter(name, factor, key, spread))
+    return found
+
+
+def _efficiency(parameters: Sequence[Parameter], logs: np.ndarray) -> ServingEfficiency:
+    values = {}
+    factors: dict[str, dict[str, dict[str, float]]] = defaultdict(lambda: defaultdict(dict))
+    for parameter, log in zip(parameters, logs, strict=True):
+        if parameter.factor:
+            table = factors[parameter.coefficient][parameter.factor]
+            table[parameter.key] = float(np.exp(log))
+        else:
+            start = COEFFICIENTS[parameter.coefficient].start
+            values[parameter.coefficient] = float(start * np.exp(log))
+    return ServingEfficiency(values, {name: dict(table) for name, table in factors.items()})
+
+
+def _misses(parts: Sequence[Fitted], efficiency: ServingEfficiency) -> np.ndarray:
+    """Predicted less measured logarithms over their scatter, all measurements below each other."""
+    return np.concatenate(
+        [
+            _misses_of(part, part.table.metrics(efficiency.rates_of(part.table.keys)))
+            for part in parts
+        ]
+    )
+
+
+def _misses_of(part: Fitted, metrics: Mapping[str, np.ndarray]) -> np.ndarray:
+    return np.concatenate(
+        [
+            (np.log(metrics[name][places]) - logs) * weights
+            for name, (places, logs, weights) in part.metric.items()
+        ]
+    )
+
+
+def _linearised(
+    parts: Sequence[Fitted], parameters: Sequence[Parameter], logs: np.ndarray
+) -> tuple[float, np.ndarray, np.ndarray]:
+    """Cost, derivatives by all parameters and misses.
+
+    A factor acts on its key's rows alone and exactly as its coefficient does there, so one
+    derivative for each coefficient is enough.
+    """
+    efficiency = _efficiency(parameters, logs)
+    misses, blocks = [], []
+    for part in parts:
+        rates = efficiency.rates_of(part.table.keys)
+        here = _misses_of(part, part.table.metrics(rates))
+        places = np.concatenate([places for places, _, _ in part.metric.values()])
+        slopes = {}
+        for name in COEFFICIENTS:
+            moved = dict(rates) | {name: rates[name] * (1.0 + STEP)}
+            slopes[name] = (_misses_of(part, part.table.metrics(moved)) - here) / STEP
+        columns = [
+            slopes[each.coefficient]
+            * (part.table.keys[each.factor][places] == each.key if each.factor else 1.0)
+            for each in parameters
+        ]
+        misses.append(here)
+        blocks.append(np.stack(columns, axis=1))
+    all_misses = np.concatenate(misses)
+    return _cost(all_misses, parameters, logs), np.concatenate(blocks), all_misses
+
+
+def _cost(misses: np.ndarray, parameters: Sequence[Parameter], logs: np.ndarray) -> float:
+    spreads = np.asarray([each.spread for each in parameters])
+    return float((2.0 * np.log1p(misses**2 / 3.0)).sum() + ((logs / spreads) ** 2).sum())
+
+
+def _step(
+    parameters: Sequence[Parameter], jacobian: np.ndarray, misses: np.ndarray, logs: np.ndarray
+) -> np.ndarray:
+    """Of least squares, each miss weighted as Student's t with 3 degrees of freedom has it."""
+    spreads = np.asarray([each.spread for each in parameters])
+    weights = (4.0 / 3.0) / (1.0 + misses**2 / 3.0) / 2.0
+    weighted = jacobian * weights[:, None]
+    normal = jacobian.T @ weighted + np.diag(1.0 / spreads**2)
+    return np.linalg.solve(normal, -(weighted.T @ misses) - logs / spreads**2)
+
+
+def judged(
+    rows: Sequence[ServingRow], efficiency: ServingEfficiency
+) -> list[tuple[ServingRow, str, float]]:
+    """(row, metric, log of measured over predicted) of complete rows."""
+    found = []
+    for table in tables_of(rows):
+        metrics = table.metrics(efficiency.rates_of(table.keys))
+        for place, at in enumerate(table.at):
+            for name, value in rows[at].measured.items():
+                found.append((rows[at], name, float(np.log(value / metrics[name][place]))))
+    return found
+
+
+def cross_validated(rows: Sequence[ServingRow], count: int) -> list[tuple[ServingRow, str, float]]:
+    """As `judged`, each row by a fit that has not seen its group."""
+    rows = [row for row in rows if row.is_fitted]
+    found = []
+    for seen, unseen in folds(rows, count):
+        found += judged(unseen, fit(seen))
+    return found
+
+
+def bars_of(misses: Sequence[tuple[ServingRow, str, float]]) -> dict[str, dict[str, tuple]]:
+    """5th and 95th percentile of measured over predicted by metric and kind of load."""
+    by: dict[tuple[str, str], list[float]] = defaultdict(list)
+    for row, metric, miss in misses:
+        by[metric, row.kind].append(miss)
+        by[metric, "all"].append(miss)
+    bars: dict[str, dict[str, tuple]] = defaultdict(dict)
+    for (metric, kind), values in sorted(by.items()):
+        if len(values) >= 20:
+            low, high = np.exp(np.quantile(values, [0.05, 0.95]))
+            bars[metric][kind] = (round(float(low), 4), round(float(high), 4))
+    return dict(bars)
+
+
+def report(title: str, misses: Sequence[tuple[ServingRow, str, float]]) -> list[str]:
+    """Median and 90th percentile of errors, and bias, by source and metric."""
+    by: dict[tuple[str, str, str], list[float]] = defaultdict(list)
+    for row, metric, miss in misses:
+        by[row.source_id, row.kind, metric].append(-miss)
+    lines = [title]
+    for key, values in sorted(by.items()):
+        errors = np.abs(np.expm1(values))
+        lines.append(
+            f"{key[0]:26s} {key[1]:10s} {key[2]:31s} n {len(values):5d}  median "
+            f"{np.median(errors):6.1%}  p90 {np.quantile(errors, 0.9):7.1%}  bias "
+            f"{np.expm1(np.median(values)):+.1%}"
+        )
+    return lines
+
+
+def main() -> None:
+    """Fits, judges, prints and writes."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("table", nargs="?", default=str(seen_table("serving")))
+    parser.add_argument("--write", action="store_true")
+    parser.add_argument("--folds", type=int, default=5)
+    arguments = parser.parse_args()
+    rows = read_serving(arguments.table)
+    efficiency = fit(rows)
+    print("\n".join(report("in sample", judged([r for r in rows if r.is_fitted], efficiency))))
+    misses = cross_validated(rows, arguments.folds)
+    print("\n".join(report(f"{arguments.folds} folds over whole groups", misses)))
+    efficiency = replace(efficiency, bars=bars_of(misses))
+    for name, value in efficiency.values.items():
+        print(f"{name:18s} {value:.3g}  {COEFFICIENTS[name].meaning}")
+    if arguments.write:
+        OUT.write_text(json.dumps(_rounded(efficiency.to_dict()), indent=1) + "\n")
+
+
+def _rounded(value):
+    if isinstance(value, float):
+        return float(f"{value:.4g}")
+    if isinstance(value, Mapping):
+        return {key: _rounded(each) for key, each in value.items()}
+    return [_rounded(each) for each in value] if isinstance(value, list | tuple) else value
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,180 @@
+"""What published engines reach of the formulas of `cost.serving_step`: shares, starts and bars.
+
+One table (`serving_efficiency.json`, written by `benchmarks/fit_serving.py`): each coefficient is a
+value for all, times factors for the accelerator, the engine, its generation, the precision and the
+load generator, all shrunk towards 1, so what was never seen gets the value of its kind. Nothing is
+fitted per model, row or group of rows. `describe` says how many rows stand behind each factor.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from importlib.resources import files
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from phalanx.cost.serving_plans import ServingPlans
+
+FACTORS = ("accelerator", "family", "generation", "precision", "load", "cell")
+Keys = Mapping[str, np.ndarray]  # factor -> text [N]
+
+
+class Coefficient(NamedTuple):
+    """A fitted number.
+
+    Attributes:
+        start: where the fit begins, and what shrinkage pulls to.
+        spread: how far `start` may be wrong, as a standard deviation of its logarithm.
+        factors: by what it varies, with the standard deviation of each factor's logarithm.
+        meaning: what it is, with its unit.
+    """
+
+    start: float
+    spread: float
+    factors: Mapping[str, float]
+    meaning: str
+
+
+_ENGINE = {"family": 0.4, "generation": 0.2, "accelerator": 0.2}
+_SHARE = {"family": 0.2, "accelerator": 0.2, "precision": 0.2}
+_LOAD = {"family": 0.5, "load": 0.7, "generation": 0.3}
+COEFFICIENTS: Mapping[str, Coefficient] = {
+    "weight_share": Coefficient(0.75, 0.2, _SHARE, "of memory bandwidth, reading weights"),
+    "expert_share": Coefficient(0.8, 0.4, _SHARE, "of that and of products, in experts"),
+    "cache_share": Coefficient(0.6, 0.3, _SHARE, "of memory bandwidth, reading the cache"),
+    "product_share": Coefficient(0.7, 0.3, _SHARE, "of matrix products, decoding"),
+    "prefill_share": Coefficient(0.6, 0.3, _SHARE, "of matrix products, in prompts"),
+    "score_share": Coefficient(0.4, 0.4, {"family": 0.2, "accelerator": 0.2}, "of scores"),
+    "spread": Coefficient(0.8, 0.4, {}, "of tokens that choose experts as if at random"),
+    "skew": Coefficient(0.5, 0.7, {"family": 0.3}, "of the skew that random choices have"),
+    "step_s": Coefficient(1e-3, 0.7, _ENGINE, "seconds a step, of scheduling and sampling"),
+    "row_s": Coefficient(1e-5, 1.0, _ENGINE, "seconds a step for each request of a replica"),
+    "layer_s": Coefficient(2.5e-5, 0.5, _ENGINE, "seconds a layer, of starting kernels"),
+    "expert_layer_s": Coefficient(2e-5, 0.7, _ENGINE, "more, with experts"),
+    "latent_layer_s": Coefficient(1e-5, 0.7, _ENGINE, "more, with latent attention"),
+    "linear_layer_s": Coefficient(1e-5, 0.7, _ENGINE, "more, with linear attention"),
+    "reduce_s": Coefficient(1e-5, 0.5, _ENGINE, "seconds of starting an all-reduce"),
+    "gather_s": Coefficient(2e-5, 0.7, _ENGINE, "of gathering or scattering around experts"),
+    "link_share": Coefficient(0.6, 0.4, {"accelerator": 0.3}, "of links' bandwidth"),
+    "small_tokens": Coefficient(300.0, 0.7, {"family": 0.3}, "tokens at which products reach half"),
+    "eager": Coefficient(1.5, 0.5, {"family": 0.3}, "starts in prompts over those in decoding"),
+    "request_s": Coefficient(0.02, 0.7, _LOAD, "seconds of a request before its first step"),
+    "request_token_s": Coefficient(2e-6, 1.0, _LOAD, "of it for each prompt token"),
+    "warm_s": Coefficient(0.3, 1.0, _LOAD, "of the load's first requests, shared by all its rows"),
+    "burst": Coefficient(0.1, 0.7, _LOAD, "of prompts that arrive with a full wave of others"),
+    "queue": Coefficient(0.3, 0.8, _LOAD, "of the others' prompts met, by the share of prompts"),
+    "stall": Coefficient(0.9, 0.3, _LOAD, "of others' prompts that delay a decoding request"),
+    "together": Coefficient(0.5, 0.7, {"family": 0.4}, "of replicas that compute prompts at once"),
+    "decode_level": Coefficient(1.0, 1e-3, {"cell": 0.1}, "times a decoding step"),
+    "prefill_level": Coefficient(1.0, 1e-3, {"cell": 0.2}, "times a prompt"),
+}
+FIXED = {"chunk_tokens": 8192.0}
+
+
+@dataclass(frozen=True)
+class ServingEfficiency:
+    """Coefficients and bars.
+
+    Attributes:
+        values: coefficient -> value for all.
+        factors: coefficient -> factor -> key -> multiplier.
+        rows: factor -> key -> fitted rows behind it.
+        bars: metric -> regime -> (5th, 95th percentile) of measured over predicted on folds that
+            the fit did not see.
+        sources: of the rows.
+    """
+
+    values: Mapping[str, float]
+    factors: Mapping[str, Mapping[str, Mapping[str, float]]] = field(default_factory=dict)
+    rows: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    bars: Mapping[str, Mapping[str, tuple[float, float]]] = field(default_factory=dict)
+    sources: Mapping[str, int] = field(default_factory=dict)
+
+    def rates(self, plans: ServingPlans, load: str = "") -> dict[str, np.ndarray]:
+        """Columns that `cost.serving_step` multiplies with, [N] each."""
+        keys = keys_of(plans, np.full(plans.tensor.shape, load, dtype=object))
+        return self.rates_of(keys)
+
+    def rates_of(self, keys: Keys) -> dict[str, np.ndarray]:
+        """As `rates`, by `keys_of`."""
+        count = len(keys["family"])
+        found = {}
+        for name, value in self.values.items():
+            column = np.full(count, value)
+            for factor, table in self.factors.get(name, {}).items():
+                column = column * _looked_up(table, keys[factor])
+            found[name] = column
+        return found | {name: np.full(count, value) for name, value in FIXED.items()}
+
+    def describe(self, plans: ServingPlans) -> list[str]:
+        """For the first plan: which rows its coefficients rest on."""
+        keys = keys_of(plans, np.full(plans.tensor.shape, "", dtype=object))
+        total = sum(self.sources.values())
+        lines = [f"coefficients: fitted on {total:,} published rows of {len(self.sources)} sources"]
+        for factor in ("accelerator", "family", "generation", "precision"):
+            key = keys[factor][0]
+            if number := self.rows.get(factor, {}).get(key):
+                lines.append(f"{factor} {key}: {number:,} rows")
+            elif key:
+                lines.append(f"{factor} {key}: no rows; the value for all is taken")
+        return lines
+
+    def to_dict(self) -> dict[str, Any]:
+        """The form that JSON holds."""
+        return {
+            "what": "coefficients of cost.serving_step; see benchmarks/fit_serving.py",
+            "values": self.values,
+            "factors": self.factors,
+            "rows": self.rows,
+            "bars": self.bars,
+            "sources": self.sources,
+        }
+
+    @staticmethod
+    def from_dict(table: Mapping[str, Any]) -> ServingEfficiency:
+        """What `to_dict` gave."""
+        bars = {
+            metric: {regime: (float(low), float(high)) for regime, (low, high) in each.items()}
+            for metric, each in table["bars"].items()
+        }
+        return ServingEfficiency(
+            table["values"], table["factors"], table["rows"], bars, table["sources"]
+        )
+
+
+def keys_of(plans: ServingPlans, load: np.ndarray) -> dict[str, np.ndarray]:
+    """Text that the tables are looked up by; a cell joins accelerator, precision and engine."""
+    generation = _joined(plans.family, plans.generation)
+    return {
+        "accelerator": plans.accelerator,
+        "precision": plans.precision,
+        "family": plans.family,
+        "generation": generation,
+        "load": load,
+        "cell": _joined(plans.accelerator, plans.precision, generation),
+    }
+
+
+def starting_values() -> dict[str, float]:
+    """Of every coefficient, before any fit."""
+    return {name: each.start for name, each in COEFFICIENTS.items()}
+
+
+@cache
+def serving_efficiency() -> ServingEfficiency:
+    """The table that comes with Phalanx."""
+    path = files("phalanx.cost") / "serving_efficiency.json"
+    return ServingEfficiency.from_dict(json.loads(path.read_text("utf-8")))
+
+
+def _looked_up(table: Mapping[str, float], keys: np.ndarray) -> np.ndarray:
+    known, inverse = np.unique(keys.astype(str), return_inverse=True)
+    return np.asarray([table.get(key, 1.0) for key in known])[inverse]
+
+
+def _joined(*columns: np.ndarray) -> np.ndarray:
+    return np.asarray([" ".join(each) for each in zip(*columns, strict=True)], dtype=object)
