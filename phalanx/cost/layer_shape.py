@@ -59,14 +59,19 @@ class AttentionShape:
             Mamba 2: heads, groups, state size).
         value_dim: channels of a value head; 0: `head_dim`.
         window: tokens that a query sees; 0: all before it.
-        query_rank, kv_rank, rope_dim: of latent attention: widths of the compressed queries (0:
-            not compressed) and of the cached latent, and channels that rotate, shared by heads.
+        query_rank: channels that queries pass through (0: projected at once).
+        kv_rank, rope_dim: of latent attention: widths of the cached latent and of the channels
+            that rotate, shared by heads.
         chosen_tokens: keys that a query attends to where an index picks them; 0: all it sees.
         index_heads, index_dim: of that index, which scores every key seen (DeepSeek V3.2).
         key_is_value: there is no value projection.
         reuses_keys: keys and values are another layer's: neither projected nor cached.
         is_gated: the output is multiplied by a projected gate of its own size.
         head_scalars: numbers that a token sets per state of a linear attention (decay, beta).
+        output_groups, output_rank: of an output in two steps: each group of heads to `output_rank`
+            channels, all of these to D (DeepSeek V4); 0: one step.
+        compression: the cache keeps this fraction of its elements: entries shared by tokens, or
+            one vector as key and value.
     """
 
     kind: str = "softmax"
@@ -85,6 +90,9 @@ class AttentionShape:
     reuses_keys: bool = False
     is_gated: bool = False
     head_scalars: int = 0
+    output_groups: int = 0
+    output_rank: int = 0
+    compression: int = 1
 
     @property
     def value_width(self) -> int:
@@ -102,7 +110,7 @@ class AttentionShape:
         is_linear = self.kind == "linear"
         queries = (self.num_kv_heads if is_linear else self.num_heads) * self.head_dim
         gate = self.value_width if self.is_gated else 0
-        yield Product("q_proj", hidden, queries if is_linear else queries + gate, "column")
+        yield from self._queries(hidden, queries if is_linear else queries + gate)
         if not self.reuses_keys:
             yield Product("k_proj", hidden, self.num_kv_heads * self.head_dim, "column")
         if not (self.reuses_keys or self.key_is_value):
@@ -111,7 +119,7 @@ class AttentionShape:
             yield Product("z_proj", hidden, gate, "column")
         if is_linear and self.head_scalars:
             yield Product("ba_proj", hidden, self.num_heads * self.head_scalars, "column")
-        yield Product("o_proj", self.value_width, hidden, "row")
+        yield from self._output(hidden)
 
     @property
     def _value_outputs(self) -> int:
@@ -126,17 +134,27 @@ class AttentionShape:
             yield Product("indexer.weights_proj", hidden, self.index_heads, "none")
 
     def _latent(self, hidden: int) -> Iterator[Product]:
-        queries = self.num_heads * self.head_dim  # rotating channels included
-        if self.query_rank:
-            yield Product("q_a_proj", hidden, self.query_rank, "none")
-            yield Product("q_b_proj", self.query_rank, queries, "column")
-        else:
-            yield Product("q_proj", hidden, queries, "column")
+        yield from self._queries(hidden, self.num_heads * self.head_dim)
         yield Product("kv_a_proj_with_mqa", hidden, self.kv_rank + self.rope_dim, "none")
         plain = self.head_dim - self.rope_dim
         both = self.num_heads * (plain + (self.value_dim or self.head_dim))
         yield Product("kv_b_proj", self.kv_rank, both, "column")
-        yield Product("o_proj", self.value_width, hidden, "row")
+        yield from self._output(hidden)
+
+    def _queries(self, hidden: int, outputs: int) -> Iterator[Product]:
+        if self.query_rank:
+            yield Product("q_a_proj", hidden, self.query_rank, "none")
+            yield Product("q_b_proj", self.query_rank, outputs, "column")
+        else:
+            yield Product("q_proj", hidden, outputs, "column")
+
+    def _output(self, hidden: int) -> Iterator[Product]:
+        if self.output_groups:
+            between = self.output_groups * self.output_rank
+            yield Product("o_a_proj", self.value_width // self.output_groups, between, "column")
+            yield Product("o_b_proj", between, hidden, "row")
+        else:
+            yield Product("o_proj", self.value_width, hidden, "row")
 
     @property
     def flops_per_pair(self) -> float:
@@ -159,14 +177,16 @@ class AttentionShape:
 
     @property
     def cached_per_token(self) -> int:
-        """Elements that a decoder keeps of each token it may look back at; an index keeps its keys
-        too, beside 576 elements of DeepSeek's latent."""
+        """Elements that a decoder keeps of each token it may look back at (576 of DeepSeek-V3),
+        keys of an index included."""
         if self.kind in ("none", "linear") or self.reuses_keys:
             return 0
-        index = self.index_dim if self.index_heads else 0
+        kept = self.index_dim if self.index_heads else 0
         if self.kind == "latent":
-            return self.kv_rank + self.rope_dim + index
-        return index + self.num_kv_heads * (self.head_dim + (self.value_dim or self.head_dim))
+            kept += self.kv_rank + self.rope_dim
+        else:
+            kept += self.num_kv_heads * (self.head_dim + (self.value_dim or self.head_dim))
+        return kept // self.compression
 
     @property
     def state_elements(self) -> int:

@@ -1,0 +1,1 @@
+"""Sizes of models by name and their published counts: one JSON list per maker."""
