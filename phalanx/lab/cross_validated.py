@@ -1,0 +1,36 @@
+"""Out-of-fold scores that the fit scripts wrote beside their figures.
+
+The shipped tables are the ones that efficiencies were fitted on, so scores on them flatter. Fit
+scripts therefore also judge every group of rows by a fit that has not seen it, and keep the result.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from importlib.resources import files
+from typing import Any, NamedTuple
+
+_FILES = ("training_efficiency.json", "memory_software.json", "serving_efficiency.json")
+
+
+class FoldScore(NamedTuple):
+    """One class or quantity, out of fold; `figures` by name ("rows", "median", "in_bar", ...)."""
+
+    name: str
+    figures: Mapping[str, float]
+
+
+def fold_scores() -> list[FoldScore]:
+    """All that is kept; a file without such a record gives none."""
+    return [score for name in _FILES for score in _of_file(name)]
+
+
+def _of_file(name: str) -> Iterator[FoldScore]:
+    path = files("phalanx.cost") / name
+    if not path.is_file():
+        return
+    record: Any = json.loads(path.read_text()).get("cross_validation", {})
+    for each, figures in record.get("classes", record).items():
+        if isinstance(figures, Mapping) and "median" in figures:
+            yield FoldScore(each, figures)

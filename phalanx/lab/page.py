@@ -1,0 +1,272 @@
+"""docs/accuracy.md: the scores as a page, with what is missed and why, and what the words mean."""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from phalanx.lab import row_class, row_plan
+from phalanx.lab.cross_validated import fold_scores
+from phalanx.lab.missed import REASONS
+from phalanx.lab.scored import SourceScore, Validation
+from phalanx.lab.targets import TARGETS, Target
+
+QUANTITY_NAMES = {
+    "step_s": "step time",
+    "memory_bytes": "peak memory",
+    "ttft_s": "TTFT",
+    "tpot_s": "TPOT",
+    "latency_s": "request latency",
+    "output_tokens_per_s_per_device": "tokens/s/device",
+}
+_MOST_REASONS = 14
+
+
+def page(found: Validation, picture: str = "") -> str:
+    """Markdown.
+
+    Args:
+        found: the scores.
+        picture: its path, relative to the page; "" for none.
+    """
+    parts = (
+        _head(found, picture),
+        _targets(found),
+        _classes(found),
+        _out_of_fold(),
+        _sources(found),
+        _grids(found),
+        _unpriced(found),
+        _definitions(),
+    )
+    return "\n".join(line for part in parts for line in part).rstrip() + "\n"
+
+
+def percent(value: float | None, *, sign: bool = False) -> str:
+    """With one digit below 10 %; empty for what is unknown."""
+    if value is None or value != value:
+        return ""
+    digits = 1 if abs(value) < 0.0995 else 0
+    return f"{100 * value:{'+' if sign else ''}.{digits}f}%"
+
+
+def figure(target: Target, value: float) -> str:
+    """As the target's table prints it."""
+    return percent(value) if target.is_share else ("" if value != value else f"{value:.3f}")
+
+
+def _head(found: Validation, picture: str) -> Iterator[str]:
+    yield "# How accurate the planner is"
+    yield ""
+    yield "Written by `phalanx lab validate --markdown docs/accuracy.md`; do not edit."
+    yield ""
+    yield (
+        f"{found.rows:,} published measurements were read; {found.complete:,} have the minimum "
+        f"inputs (defined below), {found.predicted:,} of these were priced. Every measurement is "
+        "compared with the prediction of the same code that `phalanx plan` uses. Errors are "
+        "relative: predicted over measured, minus one."
+    )
+    yield ""
+    yield (
+        "Efficiencies were fitted on the shipped tables, a few numbers for each accelerator, "
+        "precision and software, never for a row, a model or a plan. Scores on these tables are "
+        "therefore in sample; the out-of-fold table says what remains of them on groups of rows "
+        "that a fit has not seen."
+    )
+    if picture:
+        yield ""
+        yield f"![Predicted against measured, with the constant-MFU baseline beside]({picture})"
+
+
+def _table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> Iterator[str]:
+    yield ""
+    yield f"| {' | '.join(header)} |"
+    yield f"|{'---|' * len(header)}"
+    for line in lines:
+        yield f"| {' | '.join(line)} |"
+    yield ""
+
+
+def _targets(found: Validation) -> Iterator[str]:
+    yield ""
+    yield "## Targets"
+    lines, missed = [], []
+    for target in TARGETS:
+        value = target.of(found)
+        is_met = target.is_met(value)
+        if is_met is None:
+            continue
+        if not is_met:
+            missed.append(target.name)
+        bound = f"{figure(target, target.low)} to {figure(target, target.high)}"
+        if target.low == 0:
+            bound = f"at most {figure(target, target.high)}"
+        elif target.high == 1:
+            bound = f"at least {figure(target, target.low)}"
+        lines.append(
+            [
+                target.name,
+                figure(target, value),
+                bound,
+                "met" if is_met else "**missed**",
+                target.others,
+            ]
+        )
+    yield from _table(("figure", "Phalanx", "target", "", "best known of others"), lines)
+    if missed:
+        yield "What is missed, and why:"
+        yield ""
+        for name in missed:
+            yield f"- {name}: {REASONS.get(name, 'not explained yet')}"
+        yield ""
+
+
+def _classes(found: Validation) -> Iterator[str]:
+    yield "## Classes"
+    yield ""
+    yield (
+        "Medians over sources of the figures of each source, because one grid is half of all rows. "
+        "The baseline is one sustained rate per accelerator, precision and class of rows, fitted "
+        "on the shipped tables."
+    )
+    lines = [
+        [
+            name,
+            QUANTITY_NAMES.get(quantity, quantity),
+            str(score.sources),
+            f"{score.rows:,}",
+            percent(score.median),
+            percent(score.p90),
+            percent(score.bias, sign=True),
+            percent(score.in_bar),
+            percent(score.worst),
+            percent(score.baseline),
+        ]
+        for (name, quantity), score in found.classes().items()
+    ]
+    header = (
+        *("class", "quantity", "sources", "rows", "median error", "p90", "bias"),
+        *("in 90 % bars", "worst source", "baseline median"),
+    )
+    yield from _table(header, lines)
+
+
+def _out_of_fold() -> Iterator[str]:
+    scores = fold_scores()
+    if not scores:
+        return
+    yield "## Out of fold"
+    yield ""
+    yield "Five folds of whole groups (same source, model, hardware, size and sequence length)."
+    lines = [
+        [
+            score.name,
+            f"{score.figures.get('rows', 0):,.0f}",
+            *(percent(score.figures.get(name)) for name in ("median", "p90")),
+            percent(score.figures.get("bias"), sign=True),
+            percent(score.figures.get("in_bar")),
+        ]
+        for score in scores
+    ]
+    yield from _table(("what", "rows", "median error", "p90", "bias", "in 90 % bars"), lines)
+
+
+def _sources(found: Validation) -> Iterator[str]:
+    yield "## Sources"
+    yield ""
+    yield "Coverage is rows priced, of those with the minimum inputs, of all."
+    lines = [line for score in found.sources for line in _source_lines(score)]
+    header = (
+        *("source", "class", "coverage", "quantity", "rows", "median error", "p90", "bias"),
+        *("in 90 % bars", "baseline median"),
+    )
+    yield from _table(header, lines)
+
+
+def _source_lines(score: SourceScore) -> Iterator[list[str]]:
+    coverage = f"{score.predicted:,} / {score.complete:,} / {score.rows:,}"
+    head = [score.source_id, score.row_class, coverage]
+    for quantity, error in score.errors.items():
+        yield [
+            *head,
+            QUANTITY_NAMES.get(quantity, quantity),
+            f"{error.rows:,}",
+            percent(error.median),
+            percent(error.p90),
+            percent(error.bias, sign=True),
+            percent(error.in_bar),
+            percent(error.baseline),
+        ]
+        head = ["", "", ""]
+    if not score.errors:
+        yield [*head, "nothing to compare", *[""] * 6]
+
+
+def _grids(found: Validation) -> Iterator[str]:
+    if not found.grids:
+        return
+    yield "## Grids of plans"
+    yield ""
+    yield (
+        "Groups that differ in the plan alone, of at least five runs that ended. Regret: measured "
+        "time of the plan that is predicted best, over the best measured. Failed choices: grids "
+        "whose fastest plan predicted to fit is one that failed."
+    )
+    lines = []
+    for source in dict.fromkeys(grid.source_id for grid in found.grids):
+        grids = found.grids_of(source)
+        order = [grid.spearman for grid in grids if grid.spearman == grid.spearman]
+        regret = [grid.regret for grid in grids]
+        call = found.memory_calls.get(source)
+        lines.append(
+            [
+                source,
+                str(len(grids)),
+                f"{np.median(order):.3f}" if order else "",
+                f"{min(order):.3f}" if order else "",
+                f"{np.median(regret):.3f}",
+                f"{max(regret):.3f}",
+                str(sum(grid.choice_failed for grid in grids)),
+                percent(call.precision) if call else "",
+                percent(call.recall) if call else "",
+            ]
+        )
+    header = (
+        *("source", "grids", "Spearman median", "lowest", "regret median", "highest"),
+        *("failed choices", "out-of-memory precision", "recall"),
+    )
+    yield from _table(header, lines)
+
+
+def _unpriced(found: Validation) -> Iterator[str]:
+    reasons: Counter[str] = Counter()
+    for score in found.sources:
+        reasons.update(score.reasons)
+    if not reasons:
+        return
+    yield "## Rows that were not priced"
+    lines = [[reason, f"{count:,}"] for reason, count in reasons.most_common(_MOST_REASONS)]
+    rest = sum(reasons.values()) - sum(count for _, count in reasons.most_common(_MOST_REASONS))
+    if rest:
+        lines.append(["other reasons", f"{rest:,}"])
+    yield from _table(("reason", "rows"), lines)
+
+
+def _definitions() -> Iterator[str]:
+    yield "## Classes of rows, and minimum inputs"
+    yield ""
+    yield inspect.cleandoc(row_class.__doc__ or "").split("\n\n", 1)[1]
+    yield ""
+    yield (
+        "A training row needs an accelerator of `phalanx/hardware`, `n_devices`, `dtype`, "
+        "`seq_len_tokens`, a model (a known name, or `layers`, `hidden`, `heads`, `ffn`, `vocab`), "
+        "`tp`, `pp`, `cp` and `dp` as far as `n_devices` does not give them, and the batch. A "
+        "serving row needs a known model and accelerator, how the engine cuts the model, lengths "
+        "of prompts and answers, and the load: a concurrency, a static batch, or a load without "
+        "end. All else is insufficient input. What tables leave out because it is implied:"
+    )
+    yield ""
+    yield inspect.cleandoc(row_plan.__doc__ or "").split("\n\n", 2)[2]

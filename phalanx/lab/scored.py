@@ -1,0 +1,141 @@
+"""What a validation found: the forms that its JSON, its page and its picture are made from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+from phalanx.lab.scores import CallScore, ErrorScore, Estimate, MacroScore, macro_score
+
+
+class Point(NamedTuple):
+    """One comparison; `baseline` is NaN where there is none."""
+
+    source_id: str
+    row_class: str
+    quantity: str
+    measured: float
+    predicted: Estimate
+    baseline: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceScore:
+    """Rows of one source and class.
+
+    Attributes:
+        rows: all of them; `complete`: with the minimum inputs; `predicted`: of these, priced.
+        from_memory: not compared, because their values were not read from a source.
+        reasons: why rows were not priced, with their number.
+        errors: by quantity.
+    """
+
+    source_id: str
+    row_class: str
+    rows: int
+    complete: int
+    predicted: int
+    from_memory: int
+    reasons: Mapping[str, int]
+    errors: Mapping[str, ErrorScore]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GridScore:
+    """Plans that differ in nothing else.
+
+    Attributes:
+        ran, failed: runs that ended, and that crashed or ran out of memory.
+        spearman: of predicted and measured step times.
+        regret: measured time of the predicted best over the best measured, among runs that ended.
+        choice_failed: the fastest of the plans that are predicted to fit is one that failed.
+    """
+
+    source_id: str
+    grid: str
+    ran: int
+    failed: int
+    spearman: float
+    regret: float
+    choice_failed: bool
+
+
+@dataclass(frozen=True)
+class Validation:
+    """All scores.
+
+    Attributes:
+        memory_calls: source -> the call "out of memory" against runs that failed.
+        points: what scores were made from, in the order of the tables.
+    """
+
+    sources: Sequence[SourceScore]
+    grids: Sequence[GridScore]
+    memory_calls: Mapping[str, CallScore]
+    points: Sequence[Point]
+
+    def by_source(
+        self, quantity: str, row_class: str = "", source: str = ""
+    ) -> dict[str, ErrorScore]:
+        """Scores of a quantity, of one class or all, of sources whose names start with `source`."""
+        return {
+            f"{score.source_id}, {score.row_class}": score.errors[quantity]
+            for score in self.sources
+            if quantity in score.errors
+            and row_class in ("", score.row_class)
+            and score.source_id.startswith(source)
+        }
+
+    def classes(self) -> dict[tuple[str, str], MacroScore]:
+        """(class, quantity) -> medians over sources, in the order of the tables."""
+        keys = dict.fromkeys(
+            (score.row_class, quantity) for score in self.sources for quantity in score.errors
+        )
+        found = {(name, what): macro_score(self.by_source(what, name)) for name, what in keys}
+        return {key: score for key, score in found.items() if score is not None}
+
+    def grids_of(self, source: str) -> list[GridScore]:
+        """Grids of sources whose names start with `source`."""
+        return [grid for grid in self.grids if grid.source_id.startswith(source)]
+
+    @property
+    def rows(self) -> int:
+        """Of all tables."""
+        return sum(score.rows for score in self.sources)
+
+    @property
+    def complete(self) -> int:
+        """Rows with the minimum inputs."""
+        return sum(score.complete for score in self.sources)
+
+    @property
+    def predicted(self) -> int:
+        """Rows that were priced."""
+        return sum(score.predicted for score in self.sources)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything but the points, in forms that JSON has; NaN becomes null."""
+        return plain(
+            {
+                "rows": self.rows,
+                "complete": self.complete,
+                "predicted": self.predicted,
+                "classes": [
+                    {"class": name, "quantity": quantity} | asdict(score)
+                    for (name, quantity), score in self.classes().items()
+                ],
+                "sources": [asdict(score) for score in self.sources],
+                "grids": [asdict(grid) for grid in self.grids],
+                "memory_calls": {name: asdict(call) for name, call in self.memory_calls.items()},
+            }
+        )
+
+
+def plain(value: Any) -> Any:
+    """JSON has no NaN: null stands for a figure that cannot be given."""
+    if isinstance(value, Mapping):
+        return {key: plain(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(each) for each in value]
+    return None if isinstance(value, float) and value != value else value

@@ -1,0 +1,75 @@
+"""What the cost models say of published rows, before they are compared with what was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from phalanx.cost.training_memory import training_memory
+from phalanx.cost.training_step import training_step
+from phalanx.errors import PhalanxError
+from phalanx.lab.scores import Estimate
+from phalanx.lab.training_rows import Batch, TrainingRow, batches
+
+
+@dataclass(frozen=True)
+class TrainingPrediction:
+    """Of one row.
+
+    Attributes:
+        step_s, memory_bytes: with their bars; None where there is no prediction.
+        fits: the chance that the fullest device holds the plan.
+        parts_s: seconds by what they are spent on.
+        reason: why there is no prediction.
+    """
+
+    step_s: Estimate | None = None
+    memory_bytes: Estimate | None = None
+    fits: float = float("nan")
+    parts_s: dict[str, float] = field(default_factory=dict)
+    reason: str = ""
+
+
+def predict_training(rows: Sequence[TrainingRow]) -> list[TrainingPrediction]:
+    """Predictions of rows, in their order; a row that cannot be priced says why."""
+    found = {id(row): _unpriced(row) for row in rows}
+    for batch in batches(rows):
+        try:
+            made = _priced(batch)
+        except PhalanxError as error:
+            made = [TrainingPrediction(reason=error.sentence())] * len(batch.rows)
+        found.update(zip(map(id, batch.rows), made))
+    return [found[id(row)] for row in rows]
+
+
+def _unpriced(row: TrainingRow) -> TrainingPrediction:
+    if row.missing:
+        return TrainingPrediction(reason=f"insufficient input: {'; '.join(row.missing)}")
+    if row.machine is None:
+        return TrainingPrediction(reason=f"unknown machine: {row.hardware}")
+    return TrainingPrediction()
+
+
+def _priced(batch: Batch) -> list[TrainingPrediction]:
+    times = training_step(batch.shape, batch.plans, batch.machine)
+    memory = training_memory(batch.shape, batch.plans, batch.machine)
+    fits = np.broadcast_to(memory.fits_probability(batch.machine.usable_bytes), len(batch.rows))
+    step = _estimates(times.total_s, times.low_s, times.high_s, len(batch.rows))
+    peak = _estimates(memory.peak_bytes, memory.low_bytes, memory.high_bytes, len(batch.rows))
+    parts = {name: np.broadcast_to(part, len(batch.rows)) for name, part in times.parts.items()}
+    return [
+        TrainingPrediction(
+            step_s=step[at],
+            memory_bytes=peak[at],
+            fits=float(fits[at]),
+            parts_s={name: float(part[at]) for name, part in parts.items()},
+        )
+        for at in range(len(batch.rows))
+    ]
+
+
+def _estimates(value: np.ndarray, low: np.ndarray, high: np.ndarray, rows: int) -> list[Estimate]:
+    columns = (np.broadcast_to(each, rows) for each in (value, low, high))
+    return [Estimate(*(float(each) for each in bar)) for bar in zip(*columns)]

@@ -1,0 +1,207 @@
+"""Published training measurements as plans that the cost models can price.
+
+Minimum inputs of a row: an accelerator, the number of devices, the precision, the sequence length,
+the sizes of the model (or a known name), degrees of parallelism that determine the rest, and the
+batch (`row_plan` says what a framework implies). A row that lacks one is reported as insufficient
+input, with what it lacks; it is not guessed at.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+
+import numpy as np
+
+from phalanx.cost.model_shape import ModelShape
+from phalanx.cost.training_plans import COLUMNS, TrainingPlans
+from phalanx.hardware import Machine
+from phalanx.lab.csv_rows import CsvRow, read_rows
+from phalanx.lab.row_class import TRAINING_CLASSES, is_grid, training_class
+from phalanx.lab.row_machine import machine_of_row
+from phalanx.lab.row_plan import plan_of_row, precision_of, software_of
+from phalanx.lab.row_shape import shape_of_row
+
+REQUIRED = (
+    *("source_id", "model", "hardware", "n_devices", "dtype", "framework"),
+    *("tp", "pp", "seq_len_tokens", "global_batch_seqs", "tokens_per_s_per_device"),
+)
+NUMBERS = (
+    *("params_b", "layers", "hidden", "heads", "kv_heads", "vocab", "experts", "topk"),
+    *("n_devices", "devices_per_node", "tp", "pp", "vpp", "dp", "cp", "ep"),
+    *("micro_batch_seqs", "global_batch_seqs", "seq_len_tokens"),
+    *("tokens_per_s_per_device", "step_time_s", "memory_gb"),
+)
+__all__ = ["TRAINING_CLASSES", "Batch", "TrainingRow", "batches", "read_training"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingRow:
+    """One measurement.
+
+    Attributes:
+        line: in the table.
+        source_id, model, hardware: as the table names them.
+        row_class: one of `TRAINING_CLASSES`.
+        machine: None where the accelerator is not known.
+        shape, plans: None where inputs are missing; `plans` is a table of one.
+        devices, precision, software: what is known of them in any case (0 or "" if not).
+        measured_step_s, measured_memory_bytes: None where nothing was printed.
+        failed: the run crashed or ran out of memory.
+        is_trusted: the values were read from their source, not recalled from memory.
+        group: key of whole groups: what a fit may not see parts of.
+        grid: key of rows that differ in their plan alone.
+        missing: names of absent minimum inputs.
+    """
+
+    line: int
+    source_id: str
+    row_class: str
+    model: str
+    hardware: str
+    machine: Machine | None
+    shape: ModelShape | None
+    plans: TrainingPlans | None
+    devices: int
+    precision: str
+    software: str
+    measured_step_s: float | None
+    measured_memory_bytes: float | None
+    failed: bool
+    is_trusted: bool
+    group: str
+    grid: str
+    missing: tuple[str, ...]
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether it has the minimum inputs."""
+        return not self.missing
+
+    @property
+    def is_fitted(self) -> bool:
+        """Whether fits may use it."""
+        return self.is_complete and self.machine is not None and self.is_trusted
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Over all devices; 0 where the plan is not known."""
+        return float(self.plans.step_tokens) if self.plans is not None else 0.0
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Rows that one call of a cost model prices: the same model, machine and kind of training."""
+
+    rows: tuple[TrainingRow, ...]
+    shape: ModelShape
+    machine: Machine
+    plans: TrainingPlans
+
+
+def read_training(path: str | Path) -> list[TrainingRow]:
+    """All rows of a table in the columns of training_throughput.csv, in its order.
+
+    Raises:
+        JobError: `job/not-found`, `system/published`; see `csv_rows.read_rows`.
+    """
+    rows = read_rows(path, required=REQUIRED, numbers=NUMBERS)
+    made = [_training_row(row) for row in rows]
+    return _with_grids(made)
+
+
+def batches(rows: Sequence[TrainingRow]) -> list[Batch]:
+    """Rows with machine and plan, joined where one call can price them; order is kept inside."""
+    joined: dict[tuple, list[TrainingRow]] = defaultdict(list)
+    for row in rows:
+        if row.machine is not None and row.shape is not None and row.plans is not None:
+            joined[row.shape, row.machine, *_scalars(row.plans)].append(row)
+    return [_batch(each) for each in joined.values()]
+
+
+def _batch(rows: Sequence[TrainingRow]) -> Batch:
+    first = rows[0]
+    assert first.shape is not None and first.machine is not None and first.plans is not None
+    columns = {
+        name: np.array([getattr(row.plans, name).item() for row in rows]) for name in COLUMNS
+    }
+    return Batch(tuple(rows), first.shape, first.machine, replace(first.plans, **columns))
+
+
+def _scalars(plans: TrainingPlans) -> tuple:
+    return tuple(getattr(plans, field.name) for field in fields(plans) if field.name not in COLUMNS)
+
+
+def _with_grids(rows: Sequence[TrainingRow]) -> list[TrainingRow]:
+    plans: dict[str, set] = defaultdict(set)
+    for row in rows:
+        if row.plans is not None:
+            plans[row.grid].add(tuple(getattr(row.plans, name).item() for name in COLUMNS))
+    return [
+        replace(row, row_class="grid")
+        if is_grid(row.row_class, row.source_id, plans, row.grid)
+        else row
+        for row in rows
+    ]
+
+
+def _training_row(row: CsvRow) -> TrainingRow:
+    shape, lacks = shape_of_row(row)
+    plans, missing = plan_of_row(row, shape)
+    if not row.get("hardware") or re.search(r" \+ ", row.get("hardware")):
+        missing.append("hardware of one kind")
+    if row.get("workload").lower().startswith("rl"):
+        missing.append("the plan and lengths of generation, for which there are no columns")
+    if lacks:
+        missing.insert(0, lacks)
+    complete = not missing
+    return TrainingRow(
+        line=row.line,
+        source_id=row.get("source_id"),
+        row_class=training_class(row, shape),
+        model=row.get("model"),
+        hardware=row.get("hardware"),
+        machine=machine_of_row(row),
+        shape=shape if complete else None,
+        plans=plans if complete else None,
+        devices=row.count("n_devices") or 0,
+        precision=precision_of(row),
+        software=software_of(row),
+        measured_step_s=_step_s(row, plans),
+        measured_memory_bytes=_memory_bytes(row),
+        failed=row.get("status") == "crash_or_oom",
+        is_trusted="from memory" not in row.get("source_check"),
+        group=_key(row, "source_id", "model", "hardware", "n_devices", "seq_len_tokens", *_SHAPE),
+        grid=_key(row, "source_id", "model", "hardware", "n_devices", "seq_len_tokens", *_SHAPE)
+        + f"|{row.get('global_batch_seqs')}|{precision_of(row)}",
+        missing=tuple(missing),
+    )
+
+
+_SHAPE = ("layers", "hidden")
+
+
+def _key(row: CsvRow, *columns: str) -> str:
+    return "|".join(row.get(name) for name in columns)
+
+
+def _step_s(row: CsvRow, plans: TrainingPlans | None) -> float | None:
+    """As printed, or from tokens per second, which is the same thing for a known batch."""
+    step = row.number("step_time_s")
+    if step:
+        return step
+    rate, devices = row.number("tokens_per_s_per_device"), row.count("n_devices")
+    if not rate or not devices or plans is None:
+        return None
+    return float(plans.step_tokens) / (rate * devices)
+
+
+def _memory_bytes(row: CsvRow) -> float | None:
+    """Peak of the fullest device, in the unit that the row names (GB where it names none)."""
+    value = row.number("memory_gb")
+    if not value:
+        return None
+    return value * (2**30 if "GiB" in row.get("memory_kind") else 1e9)
