@@ -1,0 +1,186 @@
+"""axolotl's training configuration (YAML).
+
+A device computes `micro_batch_size` rows of `sequence_len`, `gradient_accumulation_steps` times.
+Devices = dp_replicate * dp_shard * context * tensor; what is not stated of them is the rest.
+"""
+
+from __future__ import annotations
+
+from phalanx.planner.importers.entries import Document
+from phalanx.planner.importers.foreign import ALL_LEFT, ASSUMED, NOT_MODELLED, ForeignPlan
+from phalanx.planner.importers.reading import Reading
+
+_NOT_MODELLED = {
+    "rl": "priced as supervised training: rollouts and rewards are not part of it",
+    "trl": "priced as supervised training: rollouts and rewards are not part of it",
+    "deepspeed": "a file of its own, which was not read: its ZeRO stage is assumed",
+    "torch_compile": "torch.compile changes the speed of operators",
+    "activation_offloading": "activations in host memory",
+    "selective_checkpointing": "what is kept by operator is priced as selective recomputation",
+    "liger_rope": "fused kernels keep fewer activations and logits",
+    "plugins": "what plug-ins change is not known here",
+    "unfrozen_parameters": "priced as if all weights were trained",
+    "lora_modules_to_save": "modules that are trained whole besides the adapters",
+    "peft_use_dora": "magnitudes of weights are trained besides the adapters",
+    "peft_layers_to_transform": "priced with adapters on all layers",
+    "relora": "restarts of adapters are not priced",
+    "lisa_step_interval": "layers that are frozen by turns are priced as trained",
+    "val_set_size": "evaluation is not part of the price",
+    "test_datasets": "evaluation is not part of the price",
+    "auto_find_batch_size": "the batch that is found is not known before",
+    "quantize_moe_experts": "experts are priced in the precision of the others",
+    "tiled_mlp": "feed-forward blocks in tiles keep fewer activations",
+    "flex_attention": "attention is priced as the fused kind",
+    "eager_attention": "attention is priced as the fused kind",
+    "fsdp_config.cpu_offload_pin_memory": "host memory is priced as pinned",
+}
+_EIGHT_BIT = ("8bit", "4bit")
+
+
+def read(document: Document) -> ForeignPlan:
+    """The plan of an axolotl configuration.
+
+    Raises:
+        JobError: `foreign/value` with the line.
+    """
+    reading = Reading("axolotl", document, _NOT_MODELLED)
+    reading.text("base_model", "model")
+    _data(reading)
+    _method(reading)
+    _batch(reading)
+    _precision(reading)
+    _mesh(reading)
+    return reading.finish()
+
+
+def _data(reading: Reading) -> None:
+    for table in ("datasets", "pretraining_dataset"):
+        keys = [key for key in reading.document.entries if _is_in(key, table)]
+        paths = [key for key in keys if key.endswith(".path") or key == table]
+        if paths:
+            reading.text(paths[0], "data")
+        if len(paths) > 1:
+            text = f"{len(paths)} data sets are mixed; the lengths of the first stand for all"
+            reading.note(paths[1], ASSUMED, text)
+        reading.use(*keys)
+
+
+def _is_in(key: str, table: str) -> bool:
+    return key == table or key.startswith(f"{table}.")
+
+
+def _method(reading: Reading) -> None:
+    adapter = reading.text("adapter")
+    words = {"lora": 16, "qlora": 4, "dora": 16}
+    method = "lora" if adapter else "full"
+    if reading.document.has("pretraining_dataset"):
+        method = "pretrain"
+    reading.set("method", method, reading.where("adapter"))
+    in_four, in_eight = reading.flag("load_in_4bit"), reading.flag("load_in_8bit")
+    if adapter:
+        bits = reading.word("adapter", words)
+        reading.whole("lora_r", "lora_rank", default=None)
+        reading.number("lora_alpha", "lora_alpha")
+        reading.number("lora_dropout", "lora_dropout")
+        linear = reading.flag("lora_target_linear")
+        if not linear:
+            reading.names("lora_target_modules", "lora_targets")
+        bits = 4 if in_four else 8 if in_eight else bits
+        if bits < 16:
+            reading.set("base_bits", bits, reading.where("load_in_4bit" if in_four else "adapter"))
+        if not reading.get("lora_rank"):
+            raise reading.error("adapter", "needs lora_r", [16])
+    reading.use("lora_r", "lora_alpha", "lora_dropout", "lora_target_linear", "lora_target_modules")
+    steps = reading.whole("max_steps", "steps")
+    epochs = reading.number("num_epochs", default=1.0)
+    if not steps:
+        reading.set("epochs", epochs, reading.where("num_epochs"))
+    reading.number("learning_rate", "lr")
+
+
+def _batch(reading: Reading) -> None:
+    micro = reading.whole("micro_batch_size", "micro_rows", default=1)
+    whole = reading.whole("batch_size")
+    if whole:
+        if whole % micro:
+            raise reading.error("batch_size", f"must be a multiple of micro_batch_size, {micro}")
+        reading.set("num_micro", whole // micro, reading.where("batch_size"))
+    else:
+        reading.whole("gradient_accumulation_steps", "num_micro", default=1)
+    reading.use("gradient_accumulation_steps", "eval_batch_size", "pad_to_sequence_len")
+    reading.whole("sequence_len", "row_tokens", default=512)
+    if not reading.flag("sample_packing", "packed", default=False) and micro > 1:
+        text = "rows of a batch are padded to the longest; priced as rows of sequence_len"
+        reading.assume("sample_packing", text)
+    words = {"true": "full", "false": "none", "offload": "full", "offload_disk": "full"}
+    reading.word("gradient_checkpointing", words, "recompute", default="none")
+    if str(reading.raw("gradient_checkpointing")).startswith("offload"):
+        reading.note("gradient_checkpointing", NOT_MODELLED, "kept inputs live in host memory")
+    if reading.flag("selective_checkpointing") and reading.get("recompute") == "full":
+        reading.set("recompute", "selective", reading.where("selective_checkpointing"))
+
+
+def _precision(reading: Reading) -> None:
+    def is_on(key: str, default: bool = False) -> bool:
+        words = {"true": True, "false": False, "auto": True, "full": True}
+        return bool(reading.word(key, words, default=default))
+
+    fp8, fp16, half = is_on("fp8"), is_on("fp16"), is_on("bfloat16")
+    chosen = next((key for key, on in (("fp8", fp8), ("fp16", fp16)) if on), "bf16")
+    brain = is_on("bf16", default=not (fp16 or half or is_on("float16") or is_on("float32")))
+    name = chosen if chosen != "bf16" else "bf16" if brain or half else "fp32"
+    reading.set("precision", name, reading.where("bfloat16" if half and not brain else chosen))
+    master = "bfloat16" if half else "float32"
+    reading.set("master_dtype", master, reading.where("bfloat16"))
+    optimizer = str(reading.text("optimizer", default="adamw_torch_fused"))
+    size = 2.0 if any(word in optimizer for word in _EIGHT_BIT) else 4.0 if half else 8.0
+    reading.set("moment_bytes", size, reading.where("optimizer"))
+
+
+def _mesh(reading: Reading) -> None:
+    reading.whole("tensor_parallel_size", "tensor", default=1)
+    old = reading.whole("sequence_parallel_degree", default=1)
+    context = reading.whole("context_parallel_size", default=old)
+    reading.set("context", context, reading.where("context_parallel_size"))
+    reading.use("heads_k_stride", "ring_attn_func")
+    reading.set("context_kind", "ring", "axolotl passes keys and values around a ring")
+    reading.whole("dp_replicate_size", "replicate", default=1)
+    shard = reading.whole("dp_shard_size")
+    sharded = reading.document.has("fsdp_config", "fsdp", "dp_shard_size", "fsdp_version")
+    if reading.document.has("deepspeed"):
+        _deepspeed(reading)
+        return
+    key = "dp_shard_size" if shard else "fsdp_config" if sharded else "dp_shard_size"
+    where = reading.where(key) if sharded else "axolotl replicates without fsdp or deepspeed"
+    over = shard * context if shard else ALL_LEFT if sharded else 1
+    reading.set("shard", over, where)
+    reading.set("zero", 3 if sharded else 0, where)
+    _fsdp(reading)
+
+
+def _fsdp(reading: Reading) -> None:
+    reading.use("fsdp", "fsdp_version", "fsdp_config.fsdp_version")
+    at = "fsdp_config."
+    reshard = reading.flag(f"{at}reshard_after_forward")
+    if reshard is not None:
+        where = reading.where(f"{at}reshard_after_forward")
+        reading.set("keeps_gathered", not reshard, where)
+    if reading.flag(f"{at}activation_checkpointing"):
+        where = reading.where(f"{at}activation_checkpointing")
+        reading.set("recompute", "full", where)
+    if reading.flag(f"{at}offload_params", default=False):
+        reading.set("offload", 1.0, reading.where(f"{at}offload_params"))
+        reading.set("offloads_weights", True, reading.where(f"{at}offload_params"))
+
+
+def _deepspeed(reading: Reading) -> None:
+    """The stage is read from the usual names: deepspeed_configs/zero3_bf16.json."""
+    named = str(reading.raw("deepspeed") or "")
+    found = [stage for stage in (1, 2, 3) if f"zero{stage}" in named.lower()]
+    stage = found[0] if found else 2
+    where = reading.where("deepspeed")
+    reading.set("zero", stage, where)
+    reading.set("shard", ALL_LEFT, where)
+    reading.note("deepspeed", NOT_MODELLED, f"its file was not read; by its name ZeRO {stage}")
+    if "offload" in named.lower():
+        reading.set("offload", 1.0, where)
