@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from phalanx.hardware import Cluster, Figure
+
 MILLION = 1e6
 
 
@@ -20,3 +25,34 @@ def train_and_serve_usd(
 ) -> float:
     """A training run and so many hours of serving its result."""
     return run_usd(train_hours, train_usd_per_h) + run_usd(serve_hours, serve_usd_per_h)
+
+
+@dataclass(frozen=True, slots=True)
+class Rental:
+    """A way to rent a cluster.
+
+    Attributes:
+        terms: "on demand", "reserved", "estimate" or "spot"; devices on spot terms may be taken
+            away.
+        usd_per_h: of all devices.
+        source: provider, and date of the price.
+    """
+
+    terms: str
+    usd_per_h: float
+    source: str
+
+
+def rentals(cluster: Cluster) -> Sequence[Rental]:
+    """All ways to rent a cluster that its machine has a price for; none where none is known."""
+    machine = cluster.machine
+    offers: list[tuple[str, Figure | None]] = [
+        (machine.price_terms or "on demand", machine.price),
+        (machine.second_price_terms or "on demand", machine.second_price),
+        ("spot", machine.spot_price),
+    ]
+    return [
+        Rental(terms, cluster.num_devices * price.value, f"{price.source} ({price.date})")
+        for terms, price in offers
+        if price
+    ]

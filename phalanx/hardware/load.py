@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.errors import JobError, nearest_names, shown
-from phalanx.hardware.machine import OPTIONAL, REQUIRED, TEXTS, Figure, Machine
+from phalanx.hardware.machine import OPTIONAL, PRICE_TERMS, REQUIRED, TEXTS, Figure, Machine
 from phalanx.strict import parse_toml, read_value
 from phalanx.units import UNITS, parse_quantity
 
@@ -101,6 +101,11 @@ def _require_consistent(machine: Machine, path: Path) -> None:
         if rate and peak and rate.value > peak.value:
             rule = f"is above {peak_name} = {peak.value:g}"
             raise JobError("job/bad-value", f"{path.name}: {name}", rate.value, rule)
+    for name in ("price_terms", "second_price_terms"):
+        terms = getattr(machine, name)
+        if terms and terms not in PRICE_TERMS:
+            where = f"{path.name}: {name}"
+            raise JobError("job/bad-value", where, shown(terms), "no such terms", legal=PRICE_TERMS)
     if machine.price and machine.spot_price and machine.spot_price.value > machine.price.value:
         rule = f"is above price = {machine.price.value:g}"
         where, value = f"{path.name}: spot_price", machine.spot_price.value

@@ -43,7 +43,8 @@ OPTIONAL = {
     "second_price": "usd_per_h",
     "spot_price": "usd_per_h",
 }
-TEXTS = ("vendor", "generation", "topology")
+TEXTS = ("vendor", "generation", "topology", "price_terms", "second_price_terms")
+PRICE_TERMS = ("on demand", "reserved", "spot", "estimate")
 PRECISIONS = ("bf16", "fp16", "fp8", "fp4", "int8")
 
 
@@ -70,8 +71,9 @@ class Machine:
         fp8_matmul, fp4_matmul: sustained, as `matmul`.
         tdp: watts of one device at full load.
         host_memory: bytes of the host's memory, per device.
-        price, second_price, spot_price: USD per device and hour, each by the provider and on the
-            terms that its source names.
+        price, second_price, spot_price: USD per device and hour, by the provider that its source
+            names.
+        price_terms, second_price_terms: one of `PRICE_TERMS` ("estimate": of nobody who rents).
     """
 
     name: str
@@ -89,6 +91,8 @@ class Machine:
     vendor: str = ""
     generation: str = ""
     topology: str = ""
+    price_terms: str = ""
+    second_price_terms: str = ""
     cores_per_device: int = 0
     bf16_peak: Figure | None = None
     fp8_peak: Figure | None = None
