@@ -17,6 +17,7 @@ from pathlib import Path
 
 from phalanx.errors import JobError, nearest_names, shown
 
+_LARGEST_COUNT = 1e12
 _MOST_SHOWN = 4  # mistakes that the message names; the rest is counted
 
 
@@ -43,9 +44,10 @@ class CsvRow:
         return self.numbers.get(column)
 
     def count(self, column: str) -> int | None:
-        """A whole number of at least 1; None where the cell is empty, broken or 0."""
+        """A whole number from 1 on; None where the cell is empty, 0, broken or absurdly large."""
         value = self.numbers.get(column)
-        return int(value) if value is not None and value >= 1 and value == int(value) else None
+        is_count = value is not None and 1 <= value <= _LARGEST_COUNT and value == int(value)
+        return int(value) if is_count and value is not None else None
 
 
 def seen_table(name: str) -> Path:

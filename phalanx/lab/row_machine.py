@@ -16,8 +16,8 @@ from phalanx.lab.csv_rows import CsvRow
 
 _LARGEST_NODE = 16  # devices; a larger domain is a rack or a torus, whatever a node holds
 _NETWORK = re.compile(
-    r"(?:(?P<many>\d+)x )?(?P<kind>[a-z\- ]*?)\(?(?P<rate>\d+(?:\.\d+)?) (?P<unit>[gt])b/s"
-    r"(?: [a-z]+)?(?: per (?P<per>node|gpu|device))?",
+    r"(?:(?P<many>\d+)x ?)?(?P<kind>[a-z\- ]*?)\(?(?P<rate>\d+(?:\.\d+)?) (?P<unit>[gt])b/s"
+    r"(?: (?!per )[a-z]+)?(?: per (?P<per>node|gpu|device))?",
     re.IGNORECASE,
 )
 

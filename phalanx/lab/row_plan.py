@@ -88,7 +88,7 @@ def _family(row: CsvRow) -> _Family:
 
 
 def _year_and_month(text: str) -> str:
-    match = re.search(r"(?:20)?(\d\d)[.\-](\d\d)", text)
+    match = re.search(r"(?:20)?(\d\d)[.\-](0[1-9]|1[0-2])(?!\d)", text)
     if match:
         return f"{match[1]}.{match[2]}"
     match = re.search(r"20(\d\d)", text)

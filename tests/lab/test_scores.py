@@ -60,7 +60,7 @@ def test_spearman_of_ties_by_hand():
     assert math.isnan(spearman([1, 1, 1], [1, 2, 3]))
 
 
-@given(st.lists(POSITIVE, min_size=2, max_size=20, unique=True))
+@given(st.lists(st.integers(1, 10**6), min_size=2, max_size=20, unique=True))
 def test_spearman_sees_order_alone(values):
     assert spearman(values, np.log(values)) == pytest.approx(1)
     assert spearman(values, [-value for value in values]) == pytest.approx(-1)
