@@ -56,7 +56,8 @@ def layer_bytes(shape: ModelShape, profile: MemoryProfile) -> LayerBytes:
         heads = layer.attention.num_heads if layer.attention.flops_per_pair else 0
         matrix = profile.keeps_attention_matrix
         totals["stream"] += layer.count * (stream + block_stream + extra_norms + masks)
-        totals["inner"] += layer.count * (inner + block_inner + (0 if matrix else 4.0 * heads))
+        inner += profile.hidden_extra * shape.hidden + (0.0 if matrix else 4.0 * heads)
+        totals["inner"] += layer.count * (inner + block_inner)
         totals["shared"] += layer.count * shared
         totals["routed"] += layer.count * routed
         totals["hidden"] += layer.count * hidden

@@ -7,6 +7,7 @@ writes its matrix) and the few figures that `benchmarks/fit_memory.py` fitted to
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass, fields
 from functools import cache
 from importlib.resources import files
@@ -23,20 +24,28 @@ class MemoryProfile:
         name, title: key of the table and whom it stands for.
         weight_bytes, grad_bytes, moment_bytes, master_bytes: of a trained parameter; master
             weights beside the weights (0: the stored weights are the master).
+        bucket_bytes: of a trained parameter, held to exchange gradients where data ranks are many.
         gathered_bytes: of a parameter while a sharded unit is gathered.
         prefetched_units: units gathered ahead of the one that computes.
         keeps_attention_matrix: 5 bytes a pair of tokens and head; else attention is fused.
         dropout_masks: of D bytes a token and layer.
+        hidden_extra: bytes a channel of D that a layer keeps beyond `memory_activations`: rotated
+            copies, residual sums, norms in fp32; split over the tensor axis.
+        stage_input: bytes a channel of D that each micro-batch in flight keeps once a stage.
         selective_keeps: share of a layer's activations that "selective" recomputation keeps; 0: it
             recomputes the attention matrix alone.
         logit_bytes: of one logit at the peak of the loss: copies and gradient together.
+        most_logit_bytes: where the loss is computed in parts, of one part; 0: it is not.
         splits_loss: logits stay cut over the tensor axis.
         sequence_parallel: tokens between blocks are always split where weights are.
         stages: "even" layers on pipeline ranks, or "by-cost" of blocks, the head among them.
         working_frac: buffers of a layer's backward pass over what that layer keeps.
         fragmentation_frac: memory the allocator holds beyond tensors that come and go.
         context_bytes: of the driver's context, libraries and their communicators.
-        log_spread: standard deviation of the logarithm of published over predicted.
+        logs: what its own log counts: "device" (all), "reserved" (without the context),
+            "allocated" (without fragmentation either).
+        logs_first: its log is the first pipeline rank's, which need not be the fullest.
+        low_log, high_log: 5th and 95th percentile of the logarithm of published over predicted.
     """
 
     name: str
@@ -45,19 +54,34 @@ class MemoryProfile:
     grad_bytes: float
     moment_bytes: float
     master_bytes: float
+    bucket_bytes: float = 0.0
     gathered_bytes: float = 2.0
     prefetched_units: float = 1.0
     keeps_attention_matrix: bool = False
     dropout_masks: float = 0.0
+    hidden_extra: float = 0.0
+    stage_input: float = 0.0
     selective_keeps: float = 0.0
     logit_bytes: float = 8.0
+    most_logit_bytes: float = 0.0
     splits_loss: bool = True
     sequence_parallel: bool = False
     stages: str = "even"
     working_frac: float = 0.5
     fragmentation_frac: float = 0.05
     context_bytes: float = 1.5e9
-    log_spread: float = 0.1
+    logs: str = "allocated"
+    logs_first: bool = False
+    low_log: float = -0.15
+    high_log: float = 0.15
+
+    @property
+    def log_spread(self) -> float:
+        """Standard deviation of a normal distribution with bars as wide."""
+        return (self.high_log - self.low_log) / (2 * NORMAL_95)
+
+
+NORMAL_95 = 1.645  # standard deviations to the 95th percentile
 
 
 @cache
@@ -75,17 +99,25 @@ def memory_software_names() -> list[str]:
 def memory_profile(software: str) -> MemoryProfile:
     """The profile of "family:generation"; the family's where the generation has none.
 
+    A generation "YY.MM" before the date of a family's `earlier` profile has that one.
+
     Raises:
         JobError: `registry/unknown` with the nearest names.
     """
     profiles, families = _table()["profiles"], _table()["families"]
     family, _, generation = software.partition(":")
     family = families.get(family, family)
-    key = f"{family}:{generation}" if f"{family}:{generation}" in profiles else family
-    if key not in profiles:
+    if family not in profiles:
         legal = nearest_names(family, memory_software_names())
         raise JobError(
             "registry/unknown", "software", software, "no memory profile of that name", legal=legal
+        )
+    key = f"{family}:{generation}"
+    if key not in profiles:
+        before = profiles[family].get("earlier", {})
+        is_dated = re.fullmatch(r"\d\d\.\d\d", generation)
+        key = next(
+            (name for date, name in before.items() if is_dated and generation < date), family
         )
     return MemoryProfile(name=key, **_entry(key))
 

@@ -135,6 +135,9 @@ def state_bytes(
     on_device = 1.0 - columns["offload"]
     optimizer = profile.moment_bytes + profile.master_bytes
     moments = cut(*trained, 1) * optimizer * copies
+    gradients = copies * cut(*trained, 2) * profile.grad_bytes
+    is_exchanged = columns["data"] * columns["context"] > 1
+    gradients = gradients + np.where(is_exchanged, sum(trained) * profile.bucket_bytes, 0.0)
     per_gathered = min(stored, profile.gathered_bytes)
     units = 1.0 + profile.prefetched_units
     unit = params.largest + params.largest_expert
@@ -144,7 +147,7 @@ def state_bytes(
     dequantised = unit * ITEM_BYTES if is_lora and base_bits < 16 else 0.0
     return States(
         weights=weights,
-        gradients=copies * cut(*trained, 2) * profile.grad_bytes,
+        gradients=gradients,
         moments=moments * on_device,
         gathered=np.where(zero >= 3, gathered + unreduced, 0.0) + dequantised,
         host=moments * columns["offload"],

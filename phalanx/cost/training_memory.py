@@ -2,12 +2,12 @@
 
 The peak of a rank is what it always holds (weights, gradients, optimizer states), plus what its
 schedule makes it keep at once (activations), plus what lives for a moment (logits, buffers of a
-layer, gathered units), plus what its software adds (fragmentation, the driver's context). First,
-second and last pipeline ranks are priced; the fullest one counts: the first holds the most
-micro-batches, the last the logits, the second may hold a layer more than either.
+layer, gathered units), plus what its software adds (fragmentation, the driver's context). Three
+pipeline ranks are priced (`memory_stages`), and the fullest one counts.
 
 Sources: `memory_formulas` for what a layer keeps; `memory_software` for what each program does.
-Bars: spread of published over predicted memory by software (`memory_software.json`).
+Bars: 5th and 95th percentile of published over predicted memory by software
+(`memory_software.json`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from typing import Protocol
 import numpy as np
 
 from phalanx.cost.memory_activations import ITEM_BYTES, LayerBytes, chunks_in_flight, layer_bytes
-from phalanx.cost.memory_software import MemoryProfile, memory_profile
+from phalanx.cost.memory_software import NORMAL_95, MemoryProfile, memory_profile
+from phalanx.cost.memory_stages import Stage, Stages, even_stages, stages_by_cost
 from phalanx.cost.memory_states import state_bytes
 from phalanx.cost.model_shape import ModelShape
 from phalanx.cost.training_plans import CONTEXT_KINDS, RECOMPUTE, SCHEDULES, Column, TrainingPlans
@@ -36,7 +37,7 @@ TERMS = (
     "fragmentation",
     "context",
 )
-_BAR = 1.645  # standard deviations of a 90 % bar
+_UNLOGGED = {"device": (), "reserved": ("context",), "allocated": ("context", "fragmentation")}
 
 
 class Device(Protocol):
@@ -52,13 +53,17 @@ class MemoryTerms:
 
     Attributes:
         terms: name (of `TERMS`) -> [N]; they sum to `peak_bytes`.
-        peak_bytes, low_bytes, high_bytes: expected peak and its 90 % bar.
+        logged_bytes: what the software's own log prints: of the rank that logs, without what its
+            counter does not see. Published figures are compared with this.
         host_bytes: of a rank's optimizer states in host memory.
+        all_busy: every pipeline rank has a layer, the head or the loss; others cannot run.
         profile: what the software keeps.
     """
 
     terms: Mapping[str, Column]
+    logged_bytes: Column
     host_bytes: Column
+    all_busy: Column
     profile: MemoryProfile
 
     @property
@@ -69,56 +74,72 @@ class MemoryTerms:
     @property
     def low_bytes(self) -> Column:
         """5th percentile."""
-        return self.peak_bytes * np.exp(-_BAR * self.profile.log_spread)
+        return self.peak_bytes * np.exp(self.profile.low_log)
 
     @property
     def high_bytes(self) -> Column:
         """95th percentile."""
-        return self.peak_bytes * np.exp(_BAR * self.profile.log_spread)
+        return self.peak_bytes * np.exp(self.profile.high_log)
 
     def fits_probability(self, limit_bytes: float) -> Column:
-        """Chance that a device with so many bytes holds each plan (log-normal error)."""
-        scores = np.log(limit_bytes / self.peak_bytes) / self.profile.log_spread
-        return 0.5 * (1.0 + _erf(scores / sqrt(2.0)))
+        """Chance that a device with so many bytes runs each plan.
+
+        The logarithm of the error is normal on either side of its median, as wide as the bar there;
+        a plan that leaves a pipeline rank without work has none.
+        """
+        room = np.log(limit_bytes / self.peak_bytes)
+        width = np.where(room > 0, self.profile.high_log, -self.profile.low_log) / NORMAL_95
+        return 0.5 * (1.0 + _erf(room / width / sqrt(2.0))) * self.all_busy
 
 
 _erf = np.vectorize(erf, otypes=[float])
 
 
-def training_memory(shape: ModelShape, plans: TrainingPlans, machine: Device) -> MemoryTerms:
+def training_memory(
+    shape: ModelShape,
+    plans: TrainingPlans,
+    machine: Device | None = None,
+    profile: MemoryProfile | None = None,
+) -> MemoryTerms:
     """Bytes of the fullest rank of every plan, by term.
+
+    Args:
+        machine: not read yet: a program keeps the same on all of them.
+        profile: another than that of the plans' software.
 
     Raises:
         JobError: `registry/unknown` for software without a profile.
     """
-    profile = memory_profile(plans.software)
+    profile = profile or memory_profile(plans.software)
     columns = {name: column + 0 for name, column in plans.columns().items()}
     kept = layer_bytes(shape, profile)
-    pipeline = columns["pipeline"]
-    ranks = (np.zeros_like(pipeline), np.minimum(1, pipeline - 1), pipeline - 1)
-    places = [_terms_at(shape, plans, columns, profile, kept, rank) for rank in ranks]
+    stages = _stages(shape, columns, profile)
+    places = [
+        _terms_at(shape, plans, columns, profile, kept, stage)
+        for stage in (stages.first, stages.second, stages.head)
+    ]
     peaks = np.stack([sum(terms.values()) for terms, _ in places])
     fullest = peaks.argmax(axis=0)
     terms = {name: np.choose(fullest, [place[0][name] for place in places]) for name in TERMS}
-    host = np.choose(fullest, [place[1] for place in places])
-    return MemoryTerms(terms, host, profile)
+    logged = places[0][0] if profile.logs_first else terms
+    return MemoryTerms(
+        terms,
+        logged_bytes=sum(
+            (term for name, term in logged.items() if name not in _UNLOGGED[profile.logs]),
+            start=np.zeros(1),
+        ),
+        host_bytes=np.choose(fullest, [place[1] for place in places]),
+        all_busy=stages.all_busy,
+        profile=profile,
+    )
 
 
-def stage_layers(num_layers: int, pipeline: Column, virtual: Column, rank: Column) -> Column:
-    """Layers of a pipeline rank.
-
-    Equal where they divide; one less on the first and last rank where that divides (embedding and
-    head count as layers, as Llama 3's 126 layers on 16 x 8 stages); else rounded up.
-    """
-    stages = pipeline * virtual
-    even = num_layers / pipeline
-    is_even = num_layers % stages == 0
-    is_balanced = (num_layers + 2) % stages == 0
-    at_end = (rank == 0) | (rank == pipeline - 1)
-    balanced = (num_layers + 2) / pipeline - np.where(at_end, 1.0, 0.0)
-    rounded = np.ceil(num_layers / stages) * virtual
-    uneven = np.where(is_balanced & (pipeline > 1), balanced, np.minimum(rounded, num_layers))
-    return np.where(is_even, even, uneven)
+def _stages(shape: ModelShape, columns: Mapping[str, Column], profile: MemoryProfile) -> Stages:
+    if profile.stages == "by-cost":
+        return stages_by_cost(shape, columns["pipeline"])
+    is_interleaved = columns["schedule"] == SCHEDULES.index("interleaved")
+    virtual = np.where(is_interleaved, columns["virtual"], 1)
+    return even_stages(shape.num_layers, columns["pipeline"], virtual)
 
 
 def _terms_at(
@@ -127,41 +148,41 @@ def _terms_at(
     columns: Mapping[str, Column],
     profile: MemoryProfile,
     kept: LayerBytes,
-    rank: Column,
+    stage: Stage,
 ) -> tuple[dict[str, Column], Column]:
-    """Terms of one pipeline rank of each plan."""
-    pipeline = columns["pipeline"]
-    is_first, is_last = rank == 0, rank == pipeline - 1
-    virtual = np.where(columns["schedule"] == SCHEDULES.index("interleaved"), columns["virtual"], 1)
-    layers = stage_layers(shape.num_layers, pipeline, virtual, rank)
-    frac = layers / shape.num_layers
-    head = is_last & (not shape.tied_head or (pipeline > 1))
+    """Terms of one pipeline rank of each plan, and what it has in host memory."""
+    frac = stage.layers / shape.num_layers
+    both = stage.has_embedding * stage.has_head
     states = state_bytes(
         shape,
         columns,
         profile,
         layer_frac=frac,
-        tables=is_first * 1.0 + head * 1.0,
+        tables=stage.has_embedding + stage.has_head - both * shape.tied_head,
         method=plans.method,
         lora_rank=plans.lora_rank,
         base_bits=plans.base_bits,
         precision=plans.precision,
     )
     tokens = columns["micro_rows"] * columns["row_tokens"] / columns["context"]
-    per_stream = np.where(
-        (columns["sequence_parallel"] > 0) | profile.sequence_parallel, columns["tensor"], 1
-    )
+    is_split = (columns["sequence_parallel"] > 0) | profile.sequence_parallel
+    per_stream = np.where(is_split, columns["tensor"], 1)
     whole, inputs, matrix = _kept(kept, columns, tokens, per_stream)
     selective = profile.selective_keeps * whole if profile.selective_keeps else whole - matrix
     recompute = columns["recompute"]
     each = np.choose(recompute, [whole, selective, inputs])
     held = chunks_in_flight(
-        columns["schedule"], pipeline, rank, columns["virtual"], columns["num_micro"]
+        columns["schedule"],
+        columns["pipeline"],
+        stage.rank,
+        columns["virtual"],
+        columns["num_micro"],
     )
     one_layer = whole / shape.num_layers
     again = np.where(recompute == RECOMPUTE.index("full"), one_layer, 0.0)
-    activations = held * frac * each + again
-    logits = _logits(shape, columns, profile, tokens, per_stream) * is_last
+    once = profile.stage_input * shape.hidden * tokens
+    activations = held * (frac * each + once) + again
+    logits = _logits(shape, columns, profile, tokens, per_stream) * stage.has_head
     buffers = profile.working_frac * one_layer + _exchange(shape, columns, tokens)
     moving = activations + logits + buffers + states.gathered
     terms = {
@@ -173,7 +194,7 @@ def _terms_at(
         "gathered": states.gathered,
         "buffers": buffers,
         "fragmentation": profile.fragmentation_frac * moving,
-        "context": np.full(rank.shape, profile.context_bytes),
+        "context": np.full(moving.shape, profile.context_bytes),
     }
     return terms, states.host
 
@@ -202,7 +223,10 @@ def _logits(
     """The final norm's input, the head's, and the logits at tokens that count."""
     per_logit = profile.logit_bytes / (columns["tensor"] if profile.splits_loss else 1)
     inputs = 2.0 * ITEM_BYTES * shape.hidden / per_stream
-    return tokens * (inputs + columns["counted_frac"] * per_logit * shape.vocab)
+    logits = tokens * columns["counted_frac"] * per_logit * shape.vocab
+    if profile.most_logit_bytes:
+        logits = np.minimum(logits, profile.most_logit_bytes)
+    return tokens * inputs + logits
 
 
 def _exchange(shape: ModelShape, columns: Mapping[str, Column], tokens: Column) -> Column:
