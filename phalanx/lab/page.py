@@ -202,7 +202,15 @@ def _source_lines(score: SourceScore) -> Iterator[list[str]]:
         ]
         head = ["", "", ""]
     if not score.errors:
-        yield [*head, "nothing to compare", *[""] * 6]
+        yield [*head, _why_nothing(score), *[""] * 6]
+
+
+def _why_nothing(score: SourceScore) -> str:
+    if not score.predicted:
+        return "not priced"
+    if score.from_memory == score.rows:
+        return "quoted from memory: not compared"
+    return "prints neither times nor rates"
 
 
 def _grids(found: Validation) -> Iterator[str]:

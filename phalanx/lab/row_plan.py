@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import cache
 from math import prod
 
 from phalanx.cost.model_shape import ModelShape
@@ -70,20 +71,33 @@ _PRECISIONS = (
 
 def software_of(row: CsvRow) -> str:
     """ "family:generation" as efficiency tables name it; the generation is YY.MM, or a version."""
-    family, text = _family(row), row.get("framework")
-    named = re.search(r"(?:release|pytorch|nemo|ngc|torch)\s+v?(\d+\.\d+)", text, re.IGNORECASE)
-    generation = named[1] if named else _year_and_month(row.get("source_date"))
-    return f"{family.name}:{generation}"
+    return _software(row.get("framework"), row.get("source_date"))
+
+
+@cache
+def _software(framework: str, date: str) -> str:
+    release = r"(?:release|pytorch|nemo|ngc|torch)\s+v?(\d+\.\d+)"
+    named = re.search(release, framework, re.IGNORECASE)
+    return f"{_family_of(framework).name}:{named[1] if named else _year_and_month(date)}"
 
 
 def precision_of(row: CsvRow) -> str:
     """Of matrix products; empty where the row does not say."""
-    text = row.get("dtype").lower()
+    return _precision(row.get("dtype").lower())
+
+
+@cache
+def _precision(text: str) -> str:
     return next((name for pattern, name in _PRECISIONS if re.search(pattern, text)), "")
 
 
 def _family(row: CsvRow) -> _Family:
-    text = row.get("framework").lower()
+    return _family_of(row.get("framework"))
+
+
+@cache
+def _family_of(framework: str) -> _Family:
+    text = framework.lower()
     return next((each for each in _FAMILIES if re.search(each.pattern, text)), _OTHER)
 
 
