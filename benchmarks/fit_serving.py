@@ -15,13 +15,14 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from phalanx.cost.serving_efficiency import COEFFICIENTS, ServingEfficiency
 from phalanx.lab.csv_rows import seen_table
 from phalanx.lab.folds import folds
-from phalanx.lab.serving_predict import ServingTable, tables_of
+from phalanx.lab.serving_predict import ServingTable, regimes, tables_of
 from phalanx.lab.serving_rows import ServingRow, read_serving
 
 SCATTER = {  # of the logarithm of a measurement about its formula, beyond which a row is an outlier
@@ -30,8 +31,11 @@ SCATTER = {  # of the logarithm of a measurement about its formula, beyond which
     "latency_s": 0.12,
     "output_tokens_per_s_per_device": 0.12,
 }
-ROUNDS, STEP, LEAST_ROWS = 12, 1e-4, 4
+ROUNDS, STEP, LEAST_ROWS, BAR_ROWS = 8, 1e-4, 4, 60
 OUT = Path("phalanx/cost/serving_efficiency.json")
+
+
+Miss = tuple[ServingRow, str, float]  # a metric's logarithm of measured over predicted
 
 
 @dataclass(frozen=True)
@@ -70,7 +74,7 @@ def fit(rows: Sequence[ServingRow]) -> ServingEfficiency:
             break
         logs, gain = trial, cost - new
         cost, jacobian, misses = _linearised(parts, parameters, logs)
-        if gain < 1e-3 * cost:
+        if gain < 2e-3 * cost:
             break
     counts = {
         factor: dict(Counter(key for part in parts for key in part.table.keys[factor]))
@@ -189,16 +193,14 @@ def _step(
 ) -> np.ndarray:
     """Of least squares, each miss weighted as Student's t with 3 degrees of freedom has it."""
     spreads = np.asarray([each.spread for each in parameters])
-    weights = (4.0 / 3.0) / (1.0 + misses**2 / 3.0) / 2.0
-    weighted = jacobian * weights[:, None]
-    normal = jacobian.T @ weighted + np.diag(1.0 / spreads**2)
-    return np.linalg.solve(normal, -(weighted.T @ misses) - logs / spreads**2)
+    roots = np.sqrt((2.0 / 3.0) / (1.0 + misses**2 / 3.0))
+    weighted = jacobian * roots[:, None]
+    normal = weighted.T @ weighted + np.diag(1.0 / spreads**2)
+    return np.linalg.solve(normal, -(weighted.T @ (misses * roots)) - logs / spreads**2)
 
 
-def judged(
-    rows: Sequence[ServingRow], efficiency: ServingEfficiency
-) -> list[tuple[ServingRow, str, float]]:
-    """(row, metric, log of measured over predicted) of complete rows."""
+def judged(rows: Sequence[ServingRow], efficiency: ServingEfficiency) -> list[Miss]:
+    """Misses of complete rows."""
     found = []
     for table in tables_of(rows):
         metrics = table.metrics(efficiency.rates_of(table.keys))
@@ -208,30 +210,50 @@ def judged(
     return found
 
 
-def cross_validated(rows: Sequence[ServingRow], count: int) -> list[tuple[ServingRow, str, float]]:
-    """As `judged`, each row by a fit that has not seen its group."""
+def cross_validated(rows: Sequence[ServingRow], count: int) -> list[list[Miss]]:
+    """As `judged`, by fold, each row by a fit that has not seen its group."""
     rows = [row for row in rows if row.is_fitted]
-    found = []
-    for seen, unseen in folds(rows, count):
-        found += judged(unseen, fit(seen))
-    return found
+    return [judged(unseen, fit(seen)) for seen, unseen in folds(rows, count)]
 
 
-def bars_of(misses: Sequence[tuple[ServingRow, str, float]]) -> dict[str, dict[str, tuple]]:
-    """5th and 95th percentile of measured over predicted by metric and kind of load."""
+def bars_of(misses: Sequence[Miss]) -> dict[str, dict[str, tuple[float, float]]]:
+    """5th and 95th percentile of measured over predicted by metric and regime."""
     by: dict[tuple[str, str], list[float]] = defaultdict(list)
     for row, metric, miss in misses:
-        by[metric, row.kind].append(miss)
-        by[metric, "all"].append(miss)
-    bars: dict[str, dict[str, tuple]] = defaultdict(dict)
-    for (metric, kind), values in sorted(by.items()):
-        if len(values) >= 20:
+        for regime in regimes(row):
+            by[metric, regime].append(miss)
+    bars: dict[str, dict[str, tuple[float, float]]] = defaultdict(dict)
+    for (metric, regime), values in sorted(by.items()):
+        if len(values) >= BAR_ROWS or regime == "all":
             low, high = np.exp(np.quantile(values, [0.05, 0.95]))
-            bars[metric][kind] = (round(float(low), 4), round(float(high), 4))
+            bars[metric][regime] = (min(float(low), 1.0), max(float(high), 1.0))
     return dict(bars)
 
 
-def report(title: str, misses: Sequence[tuple[ServingRow, str, float]]) -> list[str]:
+def cross_validation(parts: Sequence[Sequence[Miss]]) -> dict[str, Any]:
+    """By metric: rows, errors, and how many lie in bars that the other folds set."""
+    inside: dict[str, list[bool]] = defaultdict(list)
+    for at, part in enumerate(parts):
+        others = [miss for place, each in enumerate(parts) if place != at for miss in each]
+        bars = ServingEfficiency({}, bars=bars_of(others))
+        for row, metric, miss in part:
+            low, high = bars.bar(metric, *regimes(row))
+            inside[metric].append(bool(low <= np.exp(miss) <= high))
+    classes = {}
+    for metric, hits in inside.items():
+        values = np.asarray([-miss for part in parts for _, name, miss in part if name == metric])
+        errors = np.abs(np.expm1(values))
+        classes[metric] = {
+            "rows": len(values),
+            "median": float(np.median(errors)),
+            "p90": float(np.quantile(errors, 0.9)),
+            "bias": float(np.expm1(np.median(values))),
+            "in_bar": float(np.mean(hits)),
+        }
+    return {"folds": len(parts), "by": "whole groups", "classes": classes}
+
+
+def report(title: str, misses: Sequence[Miss]) -> list[str]:
     """Median and 90th percentile of errors, and bias, by source and metric."""
     by: dict[tuple[str, str, str], list[float]] = defaultdict(list)
     for row, metric, miss in misses:
@@ -257,16 +279,19 @@ def main() -> None:
     rows = read_serving(arguments.table)
     efficiency = fit(rows)
     print("\n".join(report("in sample", judged([r for r in rows if r.is_fitted], efficiency))))
-    misses = cross_validated(rows, arguments.folds)
+    parts = cross_validated(rows, arguments.folds)
+    misses = [miss for part in parts for miss in part]
     print("\n".join(report(f"{arguments.folds} folds over whole groups", misses)))
-    efficiency = replace(efficiency, bars=bars_of(misses))
+    judgement = cross_validation(parts)
+    print(json.dumps(_rounded(judgement), indent=1))
+    efficiency = replace(efficiency, bars=bars_of(misses), cross_validation=judgement)
     for name, value in efficiency.values.items():
         print(f"{name:18s} {value:.3g}  {COEFFICIENTS[name].meaning}")
     if arguments.write:
         OUT.write_text(json.dumps(_rounded(efficiency.to_dict()), indent=1) + "\n")
 
 
-def _rounded(value):
+def _rounded(value: Any) -> Any:
     if isinstance(value, float):
         return float(f"{value:.4g}")
     if isinstance(value, Mapping):

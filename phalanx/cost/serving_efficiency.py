@@ -73,6 +73,7 @@ COEFFICIENTS: Mapping[str, Coefficient] = {
     "prefill_level": Coefficient(1.0, 1e-3, {"cell": 0.2}, "times a prompt"),
 }
 FIXED = {"chunk_tokens": 8192.0}
+_UNKNOWN_BAR = (0.5, 2.0)  # of a metric without cross-validated rows
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,7 @@ class ServingEfficiency:
         bars: metric -> regime -> (5th, 95th percentile) of measured over predicted on folds that
             the fit did not see.
         sources: of the rows.
+        cross_validation: by metric, what the fit misses on groups that it has not seen.
     """
 
     values: Mapping[str, float]
@@ -93,6 +95,7 @@ class ServingEfficiency:
     rows: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     bars: Mapping[str, Mapping[str, tuple[float, float]]] = field(default_factory=dict)
     sources: Mapping[str, int] = field(default_factory=dict)
+    cross_validation: Mapping[str, Any] = field(default_factory=dict)
 
     def rates(self, plans: ServingPlans, load: str = "") -> dict[str, np.ndarray]:
         """Columns that `cost.serving_step` multiplies with, [N] each."""
@@ -109,6 +112,11 @@ class ServingEfficiency:
                 column = column * _looked_up(table, keys[factor])
             found[name] = column
         return found | {name: np.full(count, value) for name, value in FIXED.items()}
+
+    def bar(self, metric: str, *regimes: str) -> tuple[float, float]:
+        """Measured over predicted, 5th and 95th percentile, of the first regime that has one."""
+        table = self.bars.get(metric, {})
+        return next((table[name] for name in regimes if name in table), _UNKNOWN_BAR)
 
     def describe(self, plans: ServingPlans) -> list[str]:
         """For the first plan: which rows its coefficients rest on."""
@@ -132,6 +140,7 @@ class ServingEfficiency:
             "rows": self.rows,
             "bars": self.bars,
             "sources": self.sources,
+            "cross_validation": self.cross_validation,
         }
 
     @staticmethod
@@ -141,9 +150,8 @@ class ServingEfficiency:
             metric: {regime: (float(low), float(high)) for regime, (low, high) in each.items()}
             for metric, each in table["bars"].items()
         }
-        return ServingEfficiency(
-            table["values"], table["factors"], table["rows"], bars, table["sources"]
-        )
+        kept = {name: table[name] for name in ("rows", "sources", "cross_validation")}
+        return ServingEfficiency(table["values"], table["factors"], bars=bars, **kept)
 
 
 def keys_of(plans: ServingPlans, load: np.ndarray) -> dict[str, np.ndarray]:

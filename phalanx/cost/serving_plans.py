@@ -15,7 +15,6 @@ from phalanx.hardware import Machine
 
 # bytes of a weight; of 4-bit forms with their scales (one byte for 16 or 32 values)
 WEIGHT_BYTES = {
-    "fp32": 4.0,
     "bf16": 2.0,
     "fp16": 2.0,
     "fp8": 1.0,

@@ -100,21 +100,14 @@ def closed_loop(plans: ServingPlans, loads: Loads, rates: Rates) -> SteadyState:
     first_s = request_s(loads, rates) + prompt_s + 0.5 * step_s + met
     cycle_s = first_s + steps * tpot_s
     waits_s = cycle_s * (loads.concurrency / running - 1.0)
-    return SteadyState(
-        ttft_s=first_s + waits_s + rates["warm_s"] / loads.concurrency,
-        tpot_s=tpot_s,
-        answer_tokens=loads.answer_tokens,
-        requests_per_s=running / cycle_s,
-        running=running,
-    )
+    ttft_s = first_s + waits_s + rates["warm_s"] / loads.concurrency
+    return _steady(loads, ttft_s, tpot_s, running)
 
 
 def saturated(plans: ServingPlans, loads: Loads, rates: Rates) -> SteadyState:
     """A load that never lacks requests: as many run as the caches hold."""
-    limit = running_limit(plans, loads)
-    wanted = np.where(np.isfinite(loads.concurrency), loads.concurrency, limit)
-    state = closed_loop(plans, replace(loads, concurrency=np.minimum(wanted, limit)), rates)
-    return state
+    concurrency = np.minimum(loads.concurrency, running_limit(plans, loads))
+    return closed_loop(plans, replace(loads, concurrency=concurrency), rates)
 
 
 def static_batch(plans: ServingPlans, loads: Loads, rates: Rates) -> SteadyState:
@@ -123,13 +116,18 @@ def static_batch(plans: ServingPlans, loads: Loads, rates: Rates) -> SteadyState
     prompt_s = prefill_s(plans, loads.prompt_tokens, rows, rates) * rates["prefill_level"]
     ttft_s = prompt_s + request_s(loads, rates)
     tpot_s = decode_time(plans, loads, loads.concurrency, rates)
-    total_s = ttft_s + (loads.answer_tokens - 1.0) * tpot_s
+    return _steady(loads, ttft_s, tpot_s, loads.concurrency)
+
+
+def _steady(loads: Loads, ttft_s: Column, tpot_s: Column, running: Column) -> SteadyState:
+    """With the rate that keeps so many requests in flight (Little's law)."""
+    latency_s = ttft_s + (loads.answer_tokens - 1.0) * tpot_s
     return SteadyState(
         ttft_s=ttft_s,
         tpot_s=tpot_s,
         answer_tokens=loads.answer_tokens,
-        requests_per_s=loads.concurrency / total_s,
-        running=loads.concurrency,
+        requests_per_s=loads.concurrency / latency_s,
+        running=running,
     )
 
 
@@ -190,10 +188,5 @@ def split_engines(
         pace = np.minimum(loads.concurrency / (ttft_s + steps * tpot_s), workers[0] / share_s)
         pace = np.minimum(pace, limit / (steps * tpot_s))
         answering = 0.5 * answering + 0.5 * np.minimum(pace * steps * tpot_s, limit)
-    return SteadyState(
-        ttft_s=loads.concurrency / pace - steps * tpot_s + rates["warm_s"] / loads.concurrency,
-        tpot_s=tpot_s,
-        answer_tokens=loads.answer_tokens,
-        requests_per_s=pace,
-        running=answering,
-    )
+    ttft_s = loads.concurrency / pace - steps * tpot_s + rates["warm_s"] / loads.concurrency
+    return _steady(loads, ttft_s, tpot_s, answering)

@@ -1,0 +1,77 @@
+"""What a published serving row calls its engine, its numbers and its load."""
+
+from __future__ import annotations
+
+import re
+
+from phalanx.lab.csv_rows import CsvRow
+
+_FAMILIES = (
+    ("vllm-ascend", "vllm-ascend"),
+    ("vllm tpu", "vllm-tpu"),
+    ("vllm (rocm)", "vllm-rocm"),
+    ("llmboost", "llmboost"),
+    ("vllm", "vllm"),
+    ("sglang", "sglang"),
+    ("tensorrt", "trtllm"),
+    ("neuronx", "neuronx"),
+    ("fastertransformer", "fastertransformer"),
+)
+_PRECISIONS = (  # in this order: the first that the text names
+    ("weights int8", "int8"),
+    ("mxfp4", "mxfp4"),
+    ("fp4", "fp4"),
+    ("int4", "int4"),
+    ("w8a8", "int8"),
+    ("int8", "int8"),
+    ("fp8", "fp8"),
+    ("bf16", "bf16"),
+    ("fp16", "fp16"),
+)
+# what a model's published checkpoint is stored in where the row does not say
+_CHECKPOINTS = (
+    ("nvfp4", "fp4"),
+    ("fp4", "fp4"),
+    ("fp8", "fp8"),
+    ("gpt-oss", "mxfp4"),
+    ("kimi-k2.5", "int4"),
+    ("kimi-k2-thinking", "int4"),
+    ("deepseek-r1", "fp8"),
+    ("deepseek-v3", "fp8"),
+)
+
+
+def software_of(row: CsvRow) -> str:
+    """ "family:generation"; of engines that give no version, the half year of the run."""
+    text = row.get("engine").lower()
+    family = next((name for word, name in _FAMILIES if word in text), text.split(" ")[0])
+    return f"{family}:{_generation(family, row)}"
+
+
+def _generation(family: str, row: CsvRow) -> str:
+    found = re.search(r"(\d+)\.(\d+)(?:\.(\d+))?", row.get("engine_version"))
+    if found:
+        # SGLang has stayed at 0.5 for a year: its third number is the generation
+        parts = found.groups() if family == "sglang" else found.groups()[:2]
+        return ".".join(part for part in parts if part)
+    date = re.match(r"(\d{4})-(\d{2})", row.get("source_date"))
+    return f"{date[1]}h{1 + (int(date[2]) > 6)}" if date else ""
+
+
+def precision_of(row: CsvRow) -> str:
+    """Of the weights, a key of `WEIGHT_BYTES`; the checkpoint's where the row does not say."""
+    model, text = row.get("model").lower(), row.get("dtype").lower()
+    if "gpt-oss" in model:
+        return "mxfp4"
+    for word, name in _PRECISIONS:
+        if word in text:
+            return name
+    return next((name for word, name in _CHECKPOINTS if word in model), "bf16")
+
+
+def load_of(row: CsvRow) -> str:
+    """Who made the load: generators differ in how they start and in how many requests they send."""
+    source = row.get("source_id")
+    if source != "aiconfigurator_silicon":
+        return source
+    return "in-house sweep" if "in-house" in row.get("source") else "inferencex"

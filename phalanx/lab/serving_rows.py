@@ -1,0 +1,203 @@
+"""Published serving measurements as rows that can be predicted.
+
+The documented minimum inputs of a row: a known model and accelerator, how the engine cuts the model
+(for separate prompt and answer engines, how many of each), the lengths of prompts and answers, and
+how much is asked of it: a concurrency, a static batch, a load without end, or a rate.
+`ServingRow.missing` names those that a row lacks.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from phalanx.cost.model_shape import ModelShape
+from phalanx.hardware import Machine, machine_called
+from phalanx.lab.csv_rows import CsvRow, read_rows
+from phalanx.lab.serving_degrees import Degrees, aggregated_degrees, split_degrees
+from phalanx.lab.serving_names import load_of, precision_of, software_of
+from phalanx.models.known import known_shape
+
+METRICS = ("ttft_s", "tpot_s", "latency_s", "output_tokens_per_s_per_device")
+KINDS = ("closed", "static", "saturated", "split")
+REQUIRED = ("source_id", "model", "hardware", "input_len_tokens", "output_len_tokens")
+NUMBERS = (
+    "n_devices",
+    "tp",
+    "pp",
+    "ep",
+    "attention_dp",
+    *(f"{role}_{name}" for role in ("prefill", "decode")
+      for name in ("workers", "tp", "attention_dp", "moe_ep")),
+    "input_len_tokens",
+    "output_len_tokens",
+    "batch_size",
+    "concurrency",
+    "request_rate_qps",
+    "requests_per_s",
+    "output_tokens_per_s",
+    "output_tokens_per_s_per_device",
+    "ttft_ms",
+    "tpot_ms",
+    "e2e_latency_ms",
+)  # fmt: skip
+_CONTRADICTION = 0.1  # of a latency and the sum of its parts
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServingRow:
+    """One measurement.
+
+    Attributes:
+        line: in the table.
+        group: rows of one sweep, which a fit must not see in part.
+        rank_group: rows whose order is judged: plans of one model on one accelerator at one load.
+        kind: of load, one of `KINDS`.
+        degrees: of the engine; of a split deployment, of its answer engines.
+        prompt_degrees: of its prompt engines; None where one engine does both.
+        precision, software, load: keys of the efficiency tables.
+        concurrency: requests in flight, or rows of a static batch (0: as many as fit).
+        measured: by metric, those that are given or follow from given ones.
+        statistic: of the latencies, as the source calls it.
+        missing: minimum inputs that the row lacks.
+        is_fitted: complete, with a measurement that is no recollection.
+    """
+
+    line: int
+    source_id: str
+    model: str
+    hardware: str
+    group: str
+    rank_group: str
+    kind: str
+    shape: ModelShape | None
+    machine: Machine | None
+    degrees: Degrees
+    prompt_degrees: Degrees | None
+    precision: str
+    software: str
+    load: str
+    prompt_tokens: float
+    answer_tokens: float
+    concurrency: float
+    measured: Mapping[str, float]
+    statistic: str
+    missing: tuple[str, ...]
+    is_fitted: bool
+    row_class: str = "serving"
+
+    @property
+    def devices(self) -> int:
+        """All of them."""
+        return self.degrees.devices + (self.prompt_degrees.devices if self.prompt_degrees else 0)
+
+
+def read_serving(path: str | Path) -> list[ServingRow]:
+    """All rows of a table in the columns of `serving_throughput.csv`, in its order.
+
+    Raises:
+        JobError: `job/not-found`, `system/published` for a file that is no such table.
+    """
+    return [_row(row) for row in read_rows(path, required=REQUIRED, numbers=NUMBERS)]
+
+
+def _row(row: CsvRow) -> ServingRow:
+    shape, machine = _known(row.get("model")), _machine(row.get("hardware"))
+    is_split = row.get("mode") == "disaggregated"
+    both = split_degrees(row) if is_split else None
+    degrees = both[1] if both else aggregated_degrees(row)
+    kind, concurrency = _load(row, is_split)
+    given = {
+        "known model": shape is not None,
+        "known accelerator": machine is not None,
+        "workers of each kind" if is_split else "tp": (both if is_split else degrees) is not None,
+        "input_len_tokens": bool(row.number("input_len_tokens")),
+        "output_len_tokens": bool(row.number("output_len_tokens")),
+        "concurrency, batch_size or a saturated load": bool(kind),
+        "tokens accepted per step": not _is_speculative(row),
+    }
+    missing = tuple(name for name, is_given in given.items() if not is_given)
+    degrees = degrees or Degrees()
+    prompt, answer = row.number("input_len_tokens") or 0, row.number("output_len_tokens") or 0
+    measured = _measured(row, answer)
+    size = f"{degrees.devices}+{both[0].devices}" if both else str(degrees.devices)
+    lengths = f"{prompt:g}+{answer:g}"
+    names = (row.get("source_id"), row.get("model"), row.get("hardware"))
+    return ServingRow(
+        line=row.line,
+        source_id=names[0],
+        model=names[1],
+        hardware=names[2],
+        group="|".join((*names, size, lengths)),
+        rank_group="|".join((*names, lengths, f"{concurrency:g}", row.get("engine"))),
+        kind=kind or "closed",
+        shape=shape,
+        machine=machine,
+        degrees=degrees,
+        prompt_degrees=both[0] if both else None,
+        precision=precision_of(row),
+        software=software_of(row),
+        load=load_of(row),
+        prompt_tokens=prompt,
+        answer_tokens=answer,
+        concurrency=concurrency,
+        measured=measured,
+        statistic=row.get("latency_statistic"),
+        missing=missing,
+        is_fitted=not missing and bool(measured) and "memory" not in row.get("source_check"),
+    )
+
+
+def _load(row: CsvRow, is_split: bool) -> tuple[str, float]:
+    """Kind of load and requests in flight; no kind where the row does not say."""
+    scenario = row.get("scenario").lower()
+    concurrency = row.number("concurrency") or 0.0
+    if "saturated" in scenario:
+        return "saturated", concurrency
+    batch = row.number("batch_size") or 0.0
+    is_closed = "closed-loop" in row.get("latency_statistic") and not concurrency
+    if is_closed and batch and not is_split:
+        return "closed", batch * (row.count("attention_dp") or 1)
+    is_alone = "batch" in scenario or "real time" in scenario or not concurrency
+    if is_alone and batch and not is_split:
+        return "static", batch
+    if concurrency:
+        return ("split" if is_split else "closed"), concurrency
+    return "", 0.0
+
+
+def _is_speculative(row: CsvRow) -> bool:
+    """Whether tokens are drafted; how many of them are accepted is no column of the table."""
+    text = f"{row.get('scenario')} {row.get('notes')}".lower()
+    return bool(re.search(r"suffix decoding|draft acceptance|multi-token prediction on", text))
+
+
+def _measured(row: CsvRow, answer: float) -> dict[str, float]:
+    """What is given, in seconds; a latency follows from TTFT + (answer - 1) TPOT.
+
+    A given latency that contradicts that sum is of answers that ended before their stated length
+    (a fifth of the static profiles): it is of no known number of tokens and left out.
+    """
+    columns = {"ttft_s": "ttft_ms", "tpot_s": "tpot_ms", "latency_s": "e2e_latency_ms"}
+    found = {name: value / 1e3 for name, column in columns.items() if (value := row.number(column))}
+    if "ttft_s" in found and "tpot_s" in found and answer:
+        follows = found["ttft_s"] + (answer - 1.0) * found["tpot_s"]
+        given = found.setdefault("latency_s", follows)
+        if abs(given / follows - 1.0) > _CONTRADICTION:
+            del found["latency_s"]
+    if rate := row.number("output_tokens_per_s_per_device"):
+        found["output_tokens_per_s_per_device"] = rate
+    return found
+
+
+@cache
+def _known(model: str) -> ModelShape | None:
+    return known_shape(model)
+
+
+@cache
+def _machine(hardware: str) -> Machine | None:
+    return machine_called(hardware)
