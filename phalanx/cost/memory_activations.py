@@ -6,12 +6,13 @@ token uses, t tensor degree, p, r pipeline degree and rank, v chunks of a rank, 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 
 import numpy as np
 
 from phalanx.cost.memory_software import MemoryProfile
-from phalanx.cost.model_shape import AttentionShape, FeedForwardShape, ModelShape
+from phalanx.cost.model_shape import AttentionShape, FeedForwardShape, LayerShape
 from phalanx.cost.training_plans import SCHEDULES, Column
 
 ITEM_BYTES = 2.0  # of an activation: bf16 or fp16
@@ -19,7 +20,7 @@ ITEM_BYTES = 2.0  # of an activation: bf16 or fp16
 
 @dataclass(frozen=True)
 class LayerBytes:
-    """Bytes that all layers keep of one token, by what splits them.
+    """Bytes that layers keep of one token, by what splits them.
 
     Attributes:
         stream: between blocks, D wide: split over the tensor axis by sequence parallelism alone.
@@ -39,71 +40,78 @@ class LayerBytes:
     inputs: float = 0.0
     num_shared_heads: int = 1
 
+    def plus(self, other: LayerBytes, times: float = 1.0) -> LayerBytes:
+        """The sum with `times` of another."""
+        sums = {
+            each.name: getattr(self, each.name) + times * getattr(other, each.name)
+            for each in fields(self)
+        }
+        sums["num_shared_heads"] = max(self.num_shared_heads, other.num_shared_heads)
+        return LayerBytes(**sums)
 
-def layer_bytes(shape: ModelShape, profile: MemoryProfile) -> LayerBytes:
-    """Of all layers of a model.
+
+def layer_bytes(layers: Sequence[LayerShape], hidden: int, profile: MemoryProfile) -> LayerBytes:
+    """Of all given layers.
 
     For a GPT layer this is 34 D: two norm inputs, two block inputs, queries, keys, values, the
     attention's output, two F wide tensors of 4 D, and two dropout masks (Korthikanti et al.,
     section 4.1); gated blocks keep three F wide tensors, fused attention H sums in fp32.
     """
-    totals = dict.fromkeys(("stream", "inner", "shared", "routed", "hidden", "matrix"), 0.0)
-    for layer in shape.layers:
-        stream, inner, shared = _attention(layer.attention, shape.hidden)
-        block_stream, block_inner, routed, hidden = _feed_forward(layer.feed_forward, shape.hidden)
-        extra_norms = max(0, layer.norms - 2) * ITEM_BYTES * shape.hidden
-        masks = profile.dropout_masks * shape.hidden
-        heads = layer.attention.num_heads if layer.attention.flops_per_pair else 0
-        matrix = profile.keeps_attention_matrix
-        totals["stream"] += layer.count * (stream + block_stream + extra_norms + masks)
-        inner += profile.hidden_extra * shape.hidden + (0.0 if matrix else 4.0 * heads)
-        totals["inner"] += layer.count * (inner + block_inner)
-        totals["shared"] += layer.count * shared
-        totals["routed"] += layer.count * routed
-        totals["hidden"] += layer.count * hidden
-        totals["matrix"] += layer.count * (5.0 * heads if matrix else 0.0)
-    return LayerBytes(
-        totals["stream"],
-        totals["inner"],
-        totals["shared"],
-        totals["routed"],
-        totals["hidden"],
-        totals["matrix"],
-        inputs=ITEM_BYTES * shape.hidden * shape.num_layers,
-        num_shared_heads=max(1, max(layer.attention.num_kv_heads for layer in shape.layers)),
-    )
+    total = LayerBytes()
+    for layer in layers:
+        each = _attention(layer.attention, hidden, profile)
+        each = each.plus(_feed_forward(layer.feed_forward, hidden, profile))
+        norms = max(0, layer.norms - 2) * ITEM_BYTES * hidden
+        own = LayerBytes(
+            stream=norms + profile.dropout_masks * hidden,
+            inner=profile.hidden_extra * hidden,
+            inputs=ITEM_BYTES * hidden,
+        )
+        total = total.plus(each.plus(own), layer.count)
+    return total
 
 
-def _attention(attention: AttentionShape, hidden: int) -> tuple[float, float, float]:
-    """(stream, inner, keys and values) bytes of a token: norm input, block input, q, k, v, out."""
+def _attention(attention: AttentionShape, hidden: int, profile: MemoryProfile) -> LayerBytes:
+    """Norm input, block input, queries, keys, values, the output and its sums."""
     if attention.kind == "none":
-        return 0.0, 0.0, 0.0
-    queries = attention.num_heads * attention.head_dim
+        return LayerBytes()
+    heads = attention.num_heads if attention.flops_per_pair else 0
+    matrix = 5.0 * heads if profile.keeps_attention_matrix else 0.0
     values = attention.value_width
-    gate = values if attention.is_gated else 0
-    stream = 2.0 * hidden
+    queries = attention.num_heads * attention.head_dim
+    stream = (ITEM_BYTES + profile.input_bytes) * hidden
+    inner = ITEM_BYTES * (queries + (values if attention.is_gated else 0))
+    inner += profile.input_bytes * values + (0.0 if matrix else 4.0 * heads)
     if attention.kind == "latent":  # compressed before and after their norms; k, v for every head
-        stream += 2.0 * (attention.query_rank + attention.kv_rank) + attention.rope_dim
-        return ITEM_BYTES * stream, ITEM_BYTES * (2.0 * queries + 2.0 * values + gate), 0.0
-    cached = attention.num_kv_heads * (
-        attention.head_dim + (attention.value_dim or attention.head_dim)
+        compressed = attention.query_rank + attention.kv_rank
+        stream += (ITEM_BYTES + profile.input_bytes) * compressed + ITEM_BYTES * attention.rope_dim
+        inner += ITEM_BYTES * (queries + values)
+        return LayerBytes(stream=stream, inner=inner, matrix=matrix)
+    width = attention.head_dim + (attention.value_dim or attention.head_dim)
+    cached = 0 if attention.reuses_keys else attention.num_kv_heads * width
+    return LayerBytes(
+        stream=stream,
+        inner=inner,
+        shared_heads=ITEM_BYTES * cached,
+        matrix=matrix,
+        num_shared_heads=max(1, attention.num_kv_heads),
     )
-    return ITEM_BYTES * stream, ITEM_BYTES * (queries + values + gate), ITEM_BYTES * cached
 
 
-def _feed_forward(block: FeedForwardShape, hidden: int) -> tuple[float, float, float, float]:
-    """(stream, inner, routed stream, routed inner) bytes of a token."""
+def _feed_forward(block: FeedForwardShape, hidden: int, profile: MemoryProfile) -> LayerBytes:
+    """Norm input, block input, what lies between its matrices; tokens sent to experts."""
     if not block.width and not block.num_experts:
-        return 0.0, 0.0, 0.0, 0.0
-    wide = 3.0 if block.is_gated else 2.0
-    inner = wide * (block.width + block.shared_width)
-    router = 4.0 * block.num_experts  # probabilities in fp32
-    routed = 2.0 * block.num_active * hidden if block.num_experts else 0.0  # sent and come back
-    return (
-        ITEM_BYTES * 2.0 * hidden + router,
-        ITEM_BYTES * inner,
-        ITEM_BYTES * routed,
-        ITEM_BYTES * wide * block.num_active * block.expert_width,
+        return LayerBytes()
+    wide = ITEM_BYTES * (2.0 if block.is_gated else 1.0) + profile.input_bytes
+    stream = (ITEM_BYTES + profile.input_bytes) * hidden
+    if not block.num_experts:
+        return LayerBytes(stream=stream, inner=wide * block.width)
+    sent = block.expert_hidden or hidden
+    return LayerBytes(
+        stream=stream + 4.0 * block.num_experts,  # probabilities in fp32
+        inner=wide * (block.width + block.shared_width),
+        routed_stream=(ITEM_BYTES + profile.input_bytes) * block.num_active * sent,
+        routed_inner=wide * block.num_active * block.expert_width,
     )
 
 

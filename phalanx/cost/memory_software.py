@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from importlib.resources import files
 from typing import Any
@@ -22,9 +22,13 @@ class MemoryProfile:
 
     Attributes:
         name, title: key of the table and whom it stands for.
+        frozen_bytes, input_bytes: of a weight that is not trained, and of an element that a linear
+            layer read.
         weight_bytes, grad_bytes, moment_bytes, master_bytes: of a trained parameter; master
             weights beside the weights (0: the stored weights are the master).
         bucket_bytes: of a trained parameter, held to exchange gradients where data ranks are many.
+        fp8_weight_bytes, fp8_grad_bytes, fp8_input_bytes: of a parameter, of its gradient and of an
+            element that a linear layer read, with fp8 or fp4 products; 0: as in 16 bits.
         gathered_bytes: of a parameter while a sharded unit is gathered.
         prefetched_units: units gathered ahead of the one that computes.
         keeps_attention_matrix: 5 bytes a pair of tokens and head; else attention is fused.
@@ -39,6 +43,7 @@ class MemoryProfile:
         splits_loss: logits stay cut over the tensor axis.
         sequence_parallel: tokens between blocks are always split where weights are.
         stages: "even" layers on pipeline ranks, or "by-cost" of blocks, the head among them.
+        token_copies: of all tokens' D channels, gathered over the tensor axis at once.
         working_frac: buffers of a layer's backward pass over what that layer keeps.
         fragmentation_frac: memory the allocator holds beyond tensors that come and go.
         context_bytes: of the driver's context, libraries and their communicators.
@@ -54,7 +59,12 @@ class MemoryProfile:
     grad_bytes: float
     moment_bytes: float
     master_bytes: float
+    frozen_bytes: float = 2.0
+    input_bytes: float = 2.0
     bucket_bytes: float = 0.0
+    fp8_weight_bytes: float = 0.0
+    fp8_grad_bytes: float = 0.0
+    fp8_input_bytes: float = 0.0
     gathered_bytes: float = 2.0
     prefetched_units: float = 1.0
     keeps_attention_matrix: bool = False
@@ -67,6 +77,7 @@ class MemoryProfile:
     splits_loss: bool = True
     sequence_parallel: bool = False
     stages: str = "even"
+    token_copies: float = 1.0
     working_frac: float = 0.5
     fragmentation_frac: float = 0.05
     context_bytes: float = 1.5e9
@@ -74,6 +85,18 @@ class MemoryProfile:
     logs_first: bool = False
     low_log: float = -0.15
     high_log: float = 0.15
+
+    def for_precision(self, precision: str) -> MemoryProfile:
+        """The same with products of that precision."""
+        if precision not in ("fp8", "fp4"):
+            return self
+        return replace(
+            self,
+            weight_bytes=self.fp8_weight_bytes or self.weight_bytes,
+            frozen_bytes=self.fp8_weight_bytes or self.frozen_bytes,
+            grad_bytes=self.fp8_grad_bytes or self.grad_bytes,
+            input_bytes=self.fp8_input_bytes or self.input_bytes,
+        )
 
     @property
     def log_spread(self) -> float:

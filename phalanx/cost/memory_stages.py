@@ -21,14 +21,32 @@ class Stage:
 
     Attributes:
         rank: which [N].
-        layers: that it holds.
+        start, layers: the first of its layers, and how many it holds; chunks of virtual stages
+            are taken together.
         has_embedding, has_head: whether it does, 0 or 1.
     """
 
     rank: Column
+    start: Column
     layers: Column
     has_embedding: Column
     has_head: Column
+
+    def shares(self, shape: ModelShape, virtual: Column) -> tuple[Column, Column]:
+        """Of all layers without experts, and of all layers with experts.
+
+        Layers of the one kind stand before those of the other where they are not as many (as in
+        DeepSeek); else, and between chunks of virtual stages, they are evenly mixed.
+        """
+        dense = sum(layer.count for layer in shape.layers if not layer.feed_forward.num_experts)
+        mixed = shape.num_layers - dense
+        even = self.layers / shape.num_layers
+        if not dense or not mixed or dense == mixed:
+            return even, even
+        in_dense = np.clip(self.start + self.layers, 0, dense) - np.clip(self.start, 0, dense)
+        in_mixed = (self.layers - in_dense) / mixed
+        is_whole = virtual == 1
+        return np.where(is_whole, in_dense / dense, even), np.where(is_whole, in_mixed, even)
 
 
 @dataclass(frozen=True)
@@ -56,11 +74,12 @@ def even_stages(num_layers: int, pipeline: Column, virtual: Column) -> Stages:
     ends = middle - is_balanced
     zero, one = np.zeros_like(middle), np.ones_like(middle)
     is_one = (pipeline == 1) * 1.0
-    first = Stage(zero, ends, one, is_one)
+    first = Stage(zero, zero, ends, one, is_one)
     second_rank = np.minimum(1, pipeline - 1) + 0.0
     at_end = pipeline <= 2
-    second = Stage(second_rank, np.where(at_end, ends, middle), is_one, at_end * 1.0)
-    head = Stage(pipeline - 1.0, ends, is_one, one)
+    after = np.where(is_one, zero, ends)
+    second = Stage(second_rank, after, np.where(at_end, ends, middle), is_one, at_end * 1.0)
+    head = Stage(pipeline - 1.0, num_layers - ends, ends, is_one, one)
     return Stages(first, second, head, num_layers >= count - 2 * is_balanced)
 
 
@@ -76,11 +95,13 @@ def stages_by_cost(shape: ModelShape, pipeline: Column) -> Stages:
     dealt = np.array([_deal(shape, int(size)) for size in sizes])[where].T
     in_first, in_second, in_head, head_rank, busy = dealt
     zero, one = np.zeros_like(in_first), np.ones_like(in_first)
-    first = Stage(zero, in_first, one, (head_rank == 0) * 1.0)
+    first = Stage(zero, zero, in_first, one, (head_rank == 0) * 1.0)
     second_rank = np.minimum(1, pipeline - 1) + 0.0
     is_one = (pipeline == 1) * 1.0
-    second = Stage(second_rank, in_second, is_one, (head_rank == second_rank) * 1.0)
-    head = Stage(head_rank, in_head, (head_rank == 0) * 1.0, one)
+    after = np.where(is_one, zero, in_first)
+    second = Stage(second_rank, after, in_second, is_one, (head_rank == second_rank) * 1.0)
+    before = shape.num_layers - in_head
+    head = Stage(head_rank, before, in_head, (head_rank == 0) * 1.0, one)
     return Stages(first, second, head, busy > 0)
 
 

@@ -11,14 +11,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from phalanx.cost.memory_software import MemoryProfile
-from phalanx.cost.model_shape import ModelShape, Product
+from phalanx.cost.model_shape import LayerShape, ModelShape, Product
 from phalanx.cost.training_plans import SCHEDULES, Column
 
 QUANTISED_OVERHEAD = (
     0.127 / 4
 )  # scales of scales: bits a weight of QLoRA, over its 4 (Dettmers 2023)
 ITEM_BYTES = 2.0  # of a weight as products read it
-FP8_COPY_BYTES = 2.0  # a weight and its transpose, as fp8 products read them
+
+Shares = tuple[Column, Column]  # of all layers without experts, of all with
 
 
 @dataclass(frozen=True)
@@ -38,28 +39,34 @@ class Parameters:
 
 
 def split_params(
-    shape: ModelShape, columns: Mapping[str, Column], layer_frac: Column, tables: Column
+    shape: ModelShape, columns: Mapping[str, Column], shares: Shares, tables: Column
 ) -> Parameters:
-    """Of a rank with a share of the layers and so many tables of V rows."""
+    """Of a rank with such shares of the layers and so many tables of V rows."""
     tensor, experts = columns["tensor"], columns["expert"] * columns["expert_tensor"]
-    dense, expert = np.zeros_like(layer_frac), np.zeros_like(layer_frac)
-    largest, largest_expert = np.zeros_like(layer_frac), np.zeros_like(layer_frac)
+    zeros = np.zeros(tables.shape)
+    dense, expert, largest, largest_expert = zeros, zeros, zeros, zeros
     for layer in shape.layers:
-        in_dense = layer.norms * shape.hidden + np.zeros_like(layer_frac)
-        in_expert = np.zeros_like(layer_frac)
+        in_dense = layer.norms * shape.hidden + zeros
+        in_expert = zeros
         for product in layer.products(shape.hidden):
             if product.is_expert:
                 in_expert = in_expert + product.num_params / experts
             else:
                 in_dense = in_dense + product.num_params / _cut(product, tensor)
-        dense, expert = dense + layer.count * in_dense, expert + layer.count * in_expert
+        held = layer.count * _share(shares, layer)
+        dense, expert = dense + held * in_dense, expert + held * in_expert
         bigger = in_dense + in_expert > largest + largest_expert
         largest = np.where(bigger, in_dense, largest)
         largest_expert = np.where(bigger, in_expert, largest_expert)
     table = shape.vocab * shape.hidden / tensor
     positions = np.where(tables > 0, shape.learned_positions * shape.hidden, 0.0)
     embedding = tables * table + positions + shape.hidden
-    return Parameters(dense * layer_frac, expert * layer_frac, embedding, largest, largest_expert)
+    return Parameters(dense, expert, embedding, largest, largest_expert)
+
+
+def _share(shares: Shares, layer: LayerShape) -> Column:
+    """Of layers like this one."""
+    return shares[1 if layer.feed_forward.num_experts else 0]
 
 
 def _cut(product: Product, tensor: Column) -> Column:
@@ -68,21 +75,22 @@ def _cut(product: Product, tensor: Column) -> Column:
 
 
 def adapter_params(
-    shape: ModelShape, columns: Mapping[str, Column], rank: int, layer_frac: Column
+    shape: ModelShape, columns: Mapping[str, Column], rank: int, shares: Shares
 ) -> tuple[Column, Column]:
     """(dense, expert) parameters of rank R factors on all linear layers, before sharding."""
     tensor, experts = columns["tensor"], columns["expert"] * columns["expert_tensor"]
-    dense, expert = np.zeros_like(layer_frac), np.zeros_like(layer_frac)
+    dense, expert = np.zeros(tensor.shape), np.zeros(tensor.shape)
     for layer in shape.layers:
+        held = layer.count * _share(shares, layer)
         for product in layer.products(shape.hidden):
             inputs = product.inputs / (tensor if product.split == "row" else 1.0)
             outputs = product.outputs / (tensor if product.split == "column" else 1.0)
             if product.is_expert:
                 both = product.inputs + product.outputs
-                expert = expert + layer.count * product.copies * rank * both / experts
+                expert = expert + held * product.copies * rank * both / experts
             else:
-                dense = dense + layer.count * rank * (inputs + outputs)
-    return dense * layer_frac, expert * layer_frac
+                dense = dense + held * rank * (inputs + outputs)
+    return dense, expert
 
 
 @dataclass(frozen=True)
@@ -101,15 +109,14 @@ def state_bytes(
     columns: Mapping[str, Column],
     profile: MemoryProfile,
     *,
-    layer_frac: Column,
+    shares: Shares,
     tables: Column,
     method: str,
     lora_rank: int,
     base_bits: int,
-    precision: str,
 ) -> States:
-    """Of ranks that hold `layer_frac` of the layers and so many tables."""
-    params = split_params(shape, columns, layer_frac, tables)
+    """Of ranks that hold such shares of the layers and so many tables."""
+    params = split_params(shape, columns, shares, tables)
     shard, expert_shard = shard_degrees(columns)
     copies = np.where(columns["schedule"] == SCHEDULES.index("dualpipe"), 2.0, 1.0)
     zero = columns["zero"]
@@ -123,13 +130,12 @@ def state_bytes(
     is_lora = method == "lora"
     stored = profile.weight_bytes
     if is_lora:
-        stored = base_bits / 8.0 * (1.0 + QUANTISED_OVERHEAD) if base_bits < 16 else 2.0
-        trained = adapter_params(shape, columns, lora_rank, layer_frac)
+        quantised = base_bits / 8.0 * (1.0 + QUANTISED_OVERHEAD)
+        stored = quantised if base_bits < 16 else profile.frozen_bytes
+        trained = adapter_params(shape, columns, lora_rank, shares)
     else:
         trained = (dense, expert)
     weights = copies * cut(dense, expert, 3) * stored
-    if precision in ("fp8", "fp4"):
-        weights = weights + copies * cut(params.dense, expert, 3) * FP8_COPY_BYTES * (not is_lora)
     if is_lora:
         weights = weights + copies * cut(*trained, 3) * profile.weight_bytes
     on_device = 1.0 - columns["offload"]

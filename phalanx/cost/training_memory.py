@@ -81,6 +81,16 @@ class MemoryTerms:
         """95th percentile."""
         return self.peak_bytes * np.exp(self.profile.high_log)
 
+    @property
+    def logged_low_bytes(self) -> Column:
+        """5th percentile of `logged_bytes`."""
+        return self.logged_bytes * np.exp(self.profile.low_log)
+
+    @property
+    def logged_high_bytes(self) -> Column:
+        """95th percentile of `logged_bytes`."""
+        return self.logged_bytes * np.exp(self.profile.high_log)
+
     def fits_probability(self, limit_bytes: float) -> Column:
         """Chance that a device with so many bytes runs each plan.
 
@@ -110,9 +120,9 @@ def training_memory(
     Raises:
         JobError: `registry/unknown` for software without a profile.
     """
-    profile = profile or memory_profile(plans.software)
+    profile = (profile or memory_profile(plans.software)).for_precision(plans.precision)
     columns = {name: column + 0 for name, column in plans.columns().items()}
-    kept = layer_bytes(shape, profile)
+    kept = _kept_by_kind(shape, profile)
     stages = _stages(shape, columns, profile)
     places = [
         _terms_at(shape, plans, columns, profile, kept, stage)
@@ -137,9 +147,21 @@ def training_memory(
 def _stages(shape: ModelShape, columns: Mapping[str, Column], profile: MemoryProfile) -> Stages:
     if profile.stages == "by-cost":
         return stages_by_cost(shape, columns["pipeline"])
+    return even_stages(shape.num_layers, columns["pipeline"], _chunks(columns))
+
+
+def _chunks(columns: Mapping[str, Column]) -> Column:
+    """Separate chunks of layers on a rank."""
     is_interleaved = columns["schedule"] == SCHEDULES.index("interleaved")
-    virtual = np.where(is_interleaved, columns["virtual"], 1)
-    return even_stages(shape.num_layers, columns["pipeline"], virtual)
+    return np.where(is_interleaved, columns["virtual"], 1)
+
+
+def _kept_by_kind(shape: ModelShape, profile: MemoryProfile) -> tuple[LayerBytes, LayerBytes]:
+    """Of all layers without and of all with experts."""
+    has_experts = [layer.feed_forward.num_experts > 0 for layer in shape.layers]
+    dense = [layer for layer, mixed in zip(shape.layers, has_experts) if not mixed]
+    mixed = [layer for layer, mixed in zip(shape.layers, has_experts) if mixed]
+    return layer_bytes(dense, shape.hidden, profile), layer_bytes(mixed, shape.hidden, profile)
 
 
 def _terms_at(
@@ -147,27 +169,29 @@ def _terms_at(
     plans: TrainingPlans,
     columns: Mapping[str, Column],
     profile: MemoryProfile,
-    kept: LayerBytes,
+    kept: tuple[LayerBytes, LayerBytes],
     stage: Stage,
 ) -> tuple[dict[str, Column], Column]:
     """Terms of one pipeline rank of each plan, and what it has in host memory."""
-    frac = stage.layers / shape.num_layers
+    shares = stage.shares(shape, _chunks(columns))
     both = stage.has_embedding * stage.has_head
     states = state_bytes(
         shape,
         columns,
         profile,
-        layer_frac=frac,
+        shares=shares,
         tables=stage.has_embedding + stage.has_head - both * shape.tied_head,
         method=plans.method,
         lora_rank=plans.lora_rank,
         base_bits=plans.base_bits,
-        precision=plans.precision,
     )
     tokens = columns["micro_rows"] * columns["row_tokens"] / columns["context"]
     is_split = (columns["sequence_parallel"] > 0) | profile.sequence_parallel
     per_stream = np.where(is_split, columns["tensor"], 1)
-    whole, inputs, matrix = _kept(kept, columns, tokens, per_stream)
+    by_kind = [_kept(each, columns, tokens, per_stream) for each in kept]
+    whole, inputs, matrix = (
+        shares[0] * dense + shares[1] * mixed for dense, mixed in zip(*by_kind)
+    )
     selective = profile.selective_keeps * whole if profile.selective_keeps else whole - matrix
     recompute = columns["recompute"]
     each = np.choose(recompute, [whole, selective, inputs])
@@ -178,12 +202,14 @@ def _terms_at(
         columns["virtual"],
         columns["num_micro"],
     )
-    one_layer = whole / shape.num_layers
+    one_layer = whole / np.maximum(stage.layers, 1.0)
     again = np.where(recompute == RECOMPUTE.index("full"), one_layer, 0.0)
     once = profile.stage_input * shape.hidden * tokens
-    activations = held * (frac * each + once) + again
+    activations = held * (each + once) + again
     logits = _logits(shape, columns, profile, tokens, per_stream) * stage.has_head
-    buffers = profile.working_frac * one_layer + _exchange(shape, columns, tokens)
+    buffers = profile.working_frac * one_layer + _exchange(
+        shape, columns, tokens, profile.token_copies
+    )
     moving = activations + logits + buffers + states.gathered
     terms = {
         "weights": states.weights,
@@ -202,7 +228,7 @@ def _terms_at(
 def _kept(
     kept: LayerBytes, columns: Mapping[str, Column], tokens: Column, per_stream: Column
 ) -> tuple[Column, Column, Column]:
-    """(all, inputs alone, attention matrices) bytes of all layers and one micro-batch."""
+    """(all, inputs alone, attention matrices) bytes of such layers and one micro-batch."""
     tensor = columns["tensor"]
     matrix = tokens * columns["document_tokens"] * kept.matrix / tensor
     fixed = kept.stream / per_stream + kept.inner / tensor
@@ -229,13 +255,15 @@ def _logits(
     return tokens * inputs + logits
 
 
-def _exchange(shape: ModelShape, columns: Mapping[str, Column], tokens: Column) -> Column:
+def _exchange(
+    shape: ModelShape, columns: Mapping[str, Column], tokens: Column, copies: float
+) -> Column:
     """Buffers of communication: between stages, and of gathered tokens or keys and values."""
     hidden = ITEM_BYTES * shape.hidden * tokens
     between = np.where(columns["pipeline"] > 1, 2.0 * hidden, 0.0)
-    inside = np.where(columns["tensor"] > 1, hidden, 0.0)
+    inside = np.where(columns["tensor"] > 1, copies * hidden, 0.0)
     cached = max(layer.attention.cached_per_token for layer in shape.layers)
     keys = ITEM_BYTES * cached * tokens / columns["tensor"]
     whole = columns["context_kind"] == CONTEXT_KINDS.index("all-gather")
-    copies = np.where(whole, columns["context"], 2.0)
-    return between + inside + np.where(columns["context"] > 1, copies * keys, 0.0)
+    held = np.where(whole, columns["context"], 2.0)
+    return between + inside + np.where(columns["context"] > 1, held * keys, 0.0)
