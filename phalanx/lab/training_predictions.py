@@ -19,7 +19,8 @@ class TrainingPrediction:
     """Of one row.
 
     Attributes:
-        step_s, memory_bytes: with their bars; None where there is no prediction.
+        step_s: with its bar; None where there is no prediction.
+        memory_bytes: of these, what the software's own log would print as its peak.
         fits: the chance that the fullest device holds the plan.
         parts_s: seconds by what they are spent on.
         reason: why there is no prediction.
@@ -55,9 +56,11 @@ def _unpriced(row: TrainingRow) -> TrainingPrediction:
 def _priced(batch: Batch) -> list[TrainingPrediction]:
     times = training_step(batch.shape, batch.plans, batch.machine)
     memory = training_memory(batch.shape, batch.plans, batch.machine)
-    fits = np.broadcast_to(memory.fits_probability(batch.machine.usable_bytes), len(batch.rows))
+    fits = np.broadcast_to(memory.fits_probability(batch.machine.memory.value), len(batch.rows))
     step = _estimates(times.total_s, times.low_s, times.high_s, len(batch.rows))
-    peak = _estimates(memory.peak_bytes, memory.low_bytes, memory.high_bytes, len(batch.rows))
+    frac = memory.logged_bytes / memory.peak_bytes
+    bar = (frac * memory.low_bytes, frac * memory.high_bytes)
+    peak = _estimates(memory.logged_bytes, *bar, len(batch.rows))
     parts = {name: np.broadcast_to(part, len(batch.rows)) for name, part in times.parts.items()}
     return [
         TrainingPrediction(

@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -125,7 +126,7 @@ def batches(rows: Sequence[TrainingRow]) -> list[Batch]:
 def _batch(rows: Sequence[TrainingRow]) -> Batch:
     first = rows[0]
     assert first.shape is not None and first.machine is not None and first.plans is not None
-    columns = {
+    columns: dict[str, Any] = {
         name: np.array([getattr(row.plans, name).item() for row in rows]) for name in COLUMNS
     }
     return Batch(tuple(rows), first.shape, first.machine, replace(first.plans, **columns))
@@ -200,8 +201,12 @@ def _step_s(row: CsvRow, plans: TrainingPlans | None) -> float | None:
 
 
 def _memory_bytes(row: CsvRow) -> float | None:
-    """Peak of the fullest device, in the unit that the row names (GB where it names none)."""
+    """What the run's log gave as its peak.
+
+    In the unit that the row names; nanotron divides torch's peak by 1024^3 and prints "GB".
+    """
     value = row.number("memory_gb")
     if not value:
         return None
-    return value * (2**30 if "GiB" in row.get("memory_kind") else 1e9)
+    is_binary = "GiB" in row.get("memory_kind") or row.get("framework").lower() == "nanotron"
+    return value * (2**30 if is_binary else 1e9)

@@ -1,0 +1,177 @@
+"""`phalanx lab validate|calibrate`: the planner against measurements, and this machine measured."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from phalanx.cli.app import group
+from phalanx.cli.output import JsonFile, emit, paragraph, table, versioned, write, write_file
+from phalanx.errors import GateError, JobError
+
+if TYPE_CHECKING:
+    from phalanx.lab.scored import Validation
+
+Training = Annotated[
+    str,
+    typer.Option(metavar="FILE", help="Measured training steps: CSV, also gzipped."),
+]
+Serving = Annotated[str, typer.Option(metavar="FILE", help="Measured serving: CSV, also gzipped.")]
+Markdown = Annotated[str, typer.Option(metavar="FILE", help="Write the scores as a page.")]
+Picture = Annotated[
+    str, typer.Option(metavar="FILE", help="Draw predicted against measured (PNG, SVG, PDF).")
+]
+Output = Annotated[
+    str, typer.Option("-o", "--output", metavar="FILE", help="Write the machine file (TOML) here.")
+]
+Devices = Annotated[
+    int, typer.Option(metavar="N", help="Processes that will train here; 0: one per GPU or core.")
+]
+Gate = Annotated[bool, typer.Option("--gate", help="Exit 1 when a target is missed.")]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb."""
+    verbs = group(app, "lab", "The planner against measurements, and this machine measured.")
+    verbs.command("validate")(validate_tables)
+    verbs.command("calibrate")(calibrate)
+
+
+def validate_tables(
+    training: Training = "",
+    serving: Serving = "",
+    json_file: JsonFile = "",
+    markdown: Markdown = "",
+    picture: Picture = "",
+    gate: Gate = False,
+) -> None:
+    """Price measured rows and score the predictions; without FILE, on the tables shipped here.
+
+    Exit 0: scored. 1: with --gate, a target is missed. 2: a table cannot be read, or no row of it
+    has the minimum inputs.
+    """
+    from phalanx.lab.csv_rows import seen_table
+    from phalanx.lab.page import page
+    from phalanx.lab.serving_rows import read_serving
+    from phalanx.lab.targets import judged
+    from phalanx.lab.training_rows import read_training
+    from phalanx.lab.validation import validate
+
+    if not training and not serving:
+        training, serving = str(seen_table("training")), str(seen_table("serving"))
+    found = validate(
+        read_training(training) if training else [], read_serving(serving) if serving else []
+    )
+    if picture:
+        from phalanx.lab.picture import draw
+
+        draw(found, picture)
+    if markdown:
+        write_file(markdown, page(found, _beside(markdown, picture)), "--markdown")
+    targets = judged(found)
+    document = versioned("accuracy", **found.to_dict(), targets=targets)
+    emit(document, json_file, lambda: _show(found))
+    if not found.predicted:
+        rule = f"none of its {found.rows:,} rows could be priced"
+        raise JobError("system/published", training or serving, None, rule)
+    missed = [target["name"] for target in targets if target["met"] is False]
+    if gate and missed:
+        raise GateError("report/gate", "targets", None, f"missed: {'; '.join(missed)}")
+
+
+def _beside(page: str, picture: str) -> str:
+    """The path of the picture as the page must name it."""
+    import os
+
+    return os.path.relpath(picture, os.path.dirname(page) or ".") if picture else ""
+
+
+def calibrate(output: Output = "", devices: Devices = 0, json_file: JsonFile = "") -> None:
+    """Measure this machine, in about ten seconds: what `plan --on 2x./here.toml` plans for."""
+    from pathlib import Path
+
+    from phalanx.engines.machine_file import calibrate_machine, write_machine
+
+    path = Path(output) if output else None
+    machine = calibrate_machine(path.stem if path else "here", num_devices=devices)
+    if path:
+        write_machine(machine, path)
+    figures = machine.figures()
+    document = versioned(
+        "machine",
+        name=machine.name,
+        title=machine.title,
+        devices_per_domain=machine.devices_per_domain,
+        topology=machine.topology,
+        figures={name: asdict(figure) for name, figure in figures.items()},
+    )
+
+    def show() -> None:
+        lines = [
+            [name.replace("_", " "), _quantity(name, figure.value), figure.kind]
+            for name, figure in figures.items()
+        ]
+        table(("figure", "value", "kind"), lines, machine.title)
+        write("\n")
+        if path:
+            here = path if path.is_absolute() else f"./{path}"
+            paragraph(f"wrote {path}; plan for it with --on {machine.devices_per_domain}x{here}")
+        else:
+            paragraph("-o here.toml keeps this as a machine file, with the source of each figure")
+
+    emit(document, json_file, show)
+
+
+def _quantity(name: str, value: float) -> str:
+    """A figure of a machine as a person reads it."""
+    from phalanx.hardware.machine import OPTIONAL, REQUIRED
+    from phalanx.units import format_bytes, format_flops, format_s
+
+    as_text = {
+        "bytes": format_bytes,
+        "bytes_per_s": lambda each: f"{format_bytes(each)}/s",
+        "flops_per_s": lambda each: f"{format_flops(each)}/s",
+        "s": format_s,
+        "w": lambda each: f"{each:.0f} W",
+        "usd_per_h": lambda each: f"{each:.2f} $/h",
+    }
+    return as_text.get((REQUIRED | OPTIONAL)[name], "{:.3g}".format)(value)
+
+
+def _show(found: Validation) -> None:
+    from phalanx.lab.page import QUANTITY_NAMES, figure, percent
+    from phalanx.lab.targets import TARGETS
+
+    lines = [
+        [
+            name,
+            QUANTITY_NAMES.get(quantity, quantity),
+            str(score.sources),
+            str(score.rows),
+            percent(score.median),
+            percent(score.p90),
+            percent(score.bias, sign=True),
+            percent(score.in_bar),
+            percent(score.baseline),
+        ]
+        for (name, quantity), score in found.classes().items()
+    ]
+    header = ("class", "quantity", "sources", "rows", "median", "p90", "bias", "in bars", "MFU")
+    table(header, lines, "errors, medians over sources")
+    values = [(target, target.of(found)) for target in TARGETS]
+    judged = [(target, value) for target, value in values if target.is_met(value) is not None]
+    missed = [
+        f"{target.name} ({figure(target, value)})"
+        for target, value in judged
+        if not target.is_met(value)
+    ]
+    write("\n")
+    paragraph(
+        f"{found.rows:,} rows; {found.complete:,} with the minimum inputs, of which "
+        f"{found.predicted:,} were priced"
+    )
+    paragraph(f"{len(judged) - len(missed)} of {len(judged)} targets met")
+    for name in missed:
+        paragraph(f"missed: {name}", indent=2, hang=2)

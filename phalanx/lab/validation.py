@@ -1,0 +1,163 @@
+"""The planner scored on tables of measurements: per source, per class and per grid of plans."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from phalanx.lab.baseline import ConstantRate, shipped_rate
+from phalanx.lab.scored import GridScore, Point, SourceScore, Validation
+from phalanx.lab.scores import (
+    CallScore,
+    ErrorScore,
+    Estimate,
+    call_score,
+    error_score,
+    spearman,
+    top_regret,
+)
+from phalanx.lab.serving_predict import ServingPrediction, predict_serving
+from phalanx.lab.serving_rows import ServingRow
+from phalanx.lab.training_predictions import TrainingPrediction, predict_training
+from phalanx.lab.training_rows import TrainingRow
+
+LEAST_IN_GRID = 5  # runs that ended, for ranks to mean something
+_NOT_A_NUMBER = float("nan")
+Answer = TrainingPrediction | ServingPrediction
+Row = TrainingRow | ServingRow
+
+
+def validate(training: Sequence[TrainingRow], serving: Sequence[ServingRow]) -> Validation:
+    """Price every row and compare; the order of sources is that of the tables."""
+    priced = predict_training(training) if training else []
+    answered = predict_serving(serving) if serving else []
+    points = [
+        *_training_points(training, priced, shipped_rate()),
+        *_serving_points(serving, answered),
+    ]
+    answers: list[tuple[Row, Answer]] = [*zip(training, priced), *zip(serving, answered)]
+    return Validation(
+        sources=_source_scores(answers, points),
+        grids=_grid_scores(training, priced),
+        memory_calls=_memory_calls(training, priced),
+        points=points,
+    )
+
+
+def _training_points(
+    rows: Sequence[TrainingRow], made: Sequence[TrainingPrediction], baseline: ConstantRate
+) -> Iterator[Point]:
+    for row, answer in zip(rows, made):
+        if not row.is_trusted or row.failed:
+            continue
+        key = (row.source_id, row.row_class)
+        if row.measured_step_s and answer.step_s:
+            beside = baseline.step_s(row)
+            yield Point(*key, "step_s", row.measured_step_s, answer.step_s, beside)
+        if row.measured_memory_bytes and answer.memory_bytes:
+            peak = row.measured_memory_bytes
+            yield Point(*key, "memory_bytes", peak, answer.memory_bytes, _NOT_A_NUMBER)
+
+
+def _serving_points(
+    rows: Sequence[ServingRow], made: Sequence[ServingPrediction]
+) -> Iterator[Point]:
+    for row, answer in zip(rows, made):
+        for name, measured in row.measured.items():
+            if measured > 0 and name in answer.values:
+                key = (row.source_id, row.row_class)
+                yield Point(*key, name, measured, Estimate(*answer.values[name]), _NOT_A_NUMBER)
+
+
+def _is_priced(answer: Answer) -> bool:
+    if isinstance(answer, TrainingPrediction):
+        return answer.step_s is not None
+    return bool(answer.values)
+
+
+def _source_scores(
+    answers: Sequence[tuple[Row, Answer]], points: Sequence[Point]
+) -> list[SourceScore]:
+    rows: dict[tuple[str, str], list[tuple[Row, Answer]]] = defaultdict(list)
+    compared: dict[tuple[str, str], dict[str, list[Point]]] = defaultdict(lambda: defaultdict(list))
+    for row, answer in answers:
+        rows[row.source_id, row.row_class].append((row, answer))
+    for point in points:
+        compared[point.source_id, point.row_class][point.quantity].append(point)
+    return [
+        SourceScore(
+            source_id=source,
+            row_class=row_class,
+            rows=len(each),
+            complete=sum(not row.missing for row, _ in each),
+            predicted=sum(not row.missing and _is_priced(answer) for row, answer in each),
+            from_memory=sum(not getattr(row, "is_trusted", True) for row, _ in each),
+            reasons=dict(Counter(answer.reason for _, answer in each if answer.reason)),
+            errors={
+                quantity: score
+                for quantity, of_quantity in compared[source, row_class].items()
+                if (score := _error_score(of_quantity)) is not None
+            },
+        )
+        for (source, row_class), each in rows.items()
+    ]
+
+
+def _error_score(points: Sequence[Point]) -> ErrorScore | None:
+    return error_score(
+        [point.measured for point in points],
+        [point.predicted for point in points],
+        [point.baseline for point in points],
+    )
+
+
+def _grid_scores(
+    rows: Sequence[TrainingRow], made: Sequence[TrainingPrediction]
+) -> list[GridScore]:
+    grids: dict[str, list[tuple[TrainingRow, TrainingPrediction]]] = defaultdict(list)
+    for row, answer in zip(rows, made):
+        if row.row_class == "grid" and answer.step_s is not None:
+            grids[row.grid].append((row, answer))
+    found = [_grid_score(name, plans) for name, plans in grids.items()]
+    return [score for score in found if score is not None]
+
+
+def _grid_score(
+    name: str, plans: Sequence[tuple[TrainingRow, TrainingPrediction]]
+) -> GridScore | None:
+    ran = [(row, each) for row, each in plans if row.measured_step_s and not row.failed]
+    if len(ran) < LEAST_IN_GRID:
+        return None
+    measured = [row.measured_step_s or 0.0 for row, _ in ran]
+    predicted = [_step(each) for _, each in ran]
+    fitting = [pair for pair in plans if pair[1].fits >= 0.5] or list(plans)
+    choice = min(fitting, key=lambda pair: _step(pair[1]))[0]
+    return GridScore(
+        source_id=plans[0][0].source_id,
+        grid=name,
+        ran=len(ran),
+        failed=sum(row.failed for row, _ in plans),
+        spearman=spearman(predicted, measured),
+        regret=top_regret(measured, predicted),
+        choice_failed=choice.failed,
+    )
+
+
+def _step(answer: TrainingPrediction) -> float:
+    return answer.step_s.value if answer.step_s else np.inf
+
+
+def _memory_calls(
+    rows: Sequence[TrainingRow], made: Sequence[TrainingPrediction]
+) -> dict[str, CallScore]:
+    """Of sources that list failed runs; which of these ran out of memory they do not say."""
+    calls: dict[str, tuple[list[bool], list[bool]]] = defaultdict(lambda: ([], []))
+    for row, answer in zip(rows, made):
+        if answer.fits == answer.fits and (row.failed or row.measured_step_s):
+            called, true = calls[row.source_id]
+            called.append(answer.fits < 0.5)
+            true.append(row.failed)
+    scores = {source: call_score(*each) for source, each in calls.items()}
+    return {source: score for source, score in scores.items() if score is not None}
