@@ -22,7 +22,6 @@ from torch.nn import functional
 from phalanx.engines.process import Process, start_process
 from phalanx.mesh import Mesh
 
-_SECONDS = 1.0  # of each measurement
 _WEIGHTS = 6
 _FEWEST = 5
 _SMALL_CALLS = 500  # of one measurement of the overhead of a call
@@ -38,7 +37,7 @@ def main(arguments: list[str]) -> int:
     task = json.loads(Path(arguments[0]).read_text())
     torch.manual_seed(0)
     with start_process(task["device"], Mesh(shard=task["num_devices"])) as process:
-        bench = MachineBench(process, task["buffer_bytes"])
+        bench = MachineBench(process, task["buffer_bytes"], task["seconds"])
         answer = bench.measure()
         if process.leads:
             Path(arguments[1]).write_text(json.dumps(answer))
@@ -51,10 +50,11 @@ class MachineBench:
     Args:
         process: this rank among all devices.
         buffer_bytes: memory that the bandwidth is measured in, of each rank.
+        seconds: of each measurement of a rate.
     """
 
-    def __init__(self, process: Process, buffer_bytes: int) -> None:
-        self.process, self.buffer_bytes = process, buffer_bytes
+    def __init__(self, process: Process, buffer_bytes: int, seconds: float) -> None:
+        self.process, self.buffer_bytes, self.seconds = process, buffer_bytes, seconds
         self.is_gpu = process.device.type == "cuda"
         self._shares: list[float] = []
 
@@ -128,11 +128,11 @@ class MachineBench:
         return spent[_FEWEST:]
 
     def _typical_s(self, call: Callable[[], object]) -> float:
-        """Median of a device's own time of a call, over about a second."""
+        """Median of a device's own time of a call, over `seconds`."""
         spent: list[_Spent] = []
         self._time(call)
         self.process.barrier()
-        end_s = perf_counter() + _SECONDS
+        end_s = perf_counter() + self.seconds
         while perf_counter() < end_s or len(spent) < _FEWEST:
             spent.append(self._time(call))
         if not self.is_gpu:

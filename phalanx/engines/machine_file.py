@@ -37,13 +37,14 @@ _USABLE = Figure(0.9, "assumption", "other programs, and pieces of memory too sm
 _ALONE = "assumption"
 
 
-def calibrate_machine(name: str = "here", *, num_devices: int = 0) -> Machine:
+def calibrate_machine(name: str = "here", *, num_devices: int = 0, seconds: float = 1.0) -> Machine:
     """Measure this machine; takes about ten seconds.
 
     Args:
         name: of the machine.
         num_devices: processes that will train here (0: one per GPU, or one per physical core that
             this process may use, at most 8).
+        seconds: of each measurement of a rate.
 
     Raises:
         JobError: `job/bad-value` for more devices than GPUs or cores.
@@ -60,6 +61,7 @@ def calibrate_machine(name: str = "here", *, num_devices: int = 0) -> Machine:
     free_bytes = available_bytes()
     task = {
         "device": device,
+        "seconds": seconds,
         "num_devices": count,
         "buffer_bytes": int(min(_BUFFER_BYTES, free_bytes / count / 8)),
     }
@@ -115,7 +117,7 @@ def _machine(
     today, is_gpu = date.today().isoformat(), device == "cuda"
     shared = found["cores_frac"]
     clock = "" if is_gpu else f", by processor time of which they had {shared:.0%}"
-    source = f"median over a second on all {count} at once{clock}"
+    source = f"median of repeated runs on all {count} at once{clock}"
 
     def measured(key: str, text: str) -> Figure:
         return Figure(_rounded(found[key]), "measured", f"{text}; {source}", today)
@@ -142,7 +144,9 @@ def _machine(
         network_bandwidth=Figure(link.value, _ALONE, lone + "as the link", today),
         network_latency=Figure(latency.value, _ALONE, lone + "as the link", today),
         launch_overhead=measured("launch_overhead", "adding to 8 elements"),
-        host_memory=Figure(memory_bytes()[0] / count, "measured", "of the kernel", today),
+        host_memory=Figure(
+            _mebibytes(memory_bytes()[0] / count), "measured", "built in, a device's share", today
+        ),
     )
 
 
@@ -154,12 +158,17 @@ def _link(
         return Figure(bandwidth.value / 2, _ALONE, source, today), Figure(
             0.0, _ALONE, source, today
         )
-    texts = {"link_bandwidth": "ring all-reduce of 16 MiB", "link_latency": "of one number"}
+    texts = {"link_bandwidth": "16 MiB", "link_latency": "one number"}
+    shared = f"by the wall clock, of which they had their cores {found['cores_frac']:.0%}"
     rate, latency = (
-        Figure(_rounded(found[key]), "measured", f"{text} over {count}, median", today)
+        Figure(_rounded(found[key]), "measured", f"all-reduce of {text}, {shared}", today)
         for key, text in texts.items()
     )
     return rate, latency
+
+
+def _mebibytes(num_bytes: float) -> float:
+    return float(int(num_bytes) >> 20 << 20)
 
 
 def _rounded(value: float) -> float:

@@ -34,9 +34,14 @@ def machine_toml(machine: Machine) -> str:
 
 
 def _figure(figure: Figure, dimension: str) -> str:
-    value = json.dumps(_quantity(figure.value, dimension)) if dimension else repr(figure.value)
-    texts = {name: json.dumps(getattr(figure, name)) for name in ("kind", "source", "date")}
+    value = _text(_quantity(figure.value, dimension)) if dimension else repr(figure.value)
+    texts = {name: _text(getattr(figure, name)) for name in ("kind", "source", "date")}
     return "\n".join([f"value = {value}", *(f"{name} = {text}" for name, text in texts.items())])
+
+
+def _text(text: str) -> str:
+    """Quoted. TOML's basic strings are JSON's, but for pairs of surrogates and a bare DEL."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007F")
 
 
 def _quantity(value: float, dimension: str) -> str:
