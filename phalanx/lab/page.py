@@ -94,6 +94,7 @@ def _targets(found: Validation) -> Iterator[str]:
     yield ""
     yield "## Targets"
     lines, missed = [], []
+    folds = {score.name: score.figures for score in fold_scores()}
     for target in TARGETS:
         value = target.of(found)
         is_met = target.is_met(value)
@@ -110,12 +111,15 @@ def _targets(found: Validation) -> Iterator[str]:
             [
                 target.name,
                 figure(target, value),
+                figure(target, folds.get(target.fold[0], {}).get(target.fold[1], float("nan"))),
                 bound,
                 "met" if is_met else "**missed**",
                 target.others,
             ]
         )
-    yield from _table(("figure", "Phalanx", "target", "", "best known of others"), lines)
+    yield from _table(
+        ("figure", "Phalanx", "out of fold", "target", "", "best known of others"), lines
+    )
     if missed:
         yield "What is missed, and why:"
         yield ""
