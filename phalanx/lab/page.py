@@ -256,10 +256,15 @@ def _grids(found: Validation) -> Iterator[str]:
 def _unpriced(found: Validation) -> Iterator[str]:
     reasons: Counter[str] = Counter()
     for score in found.sources:
-        reasons.update(score.reasons)
+        for reason, count in score.reasons.items():
+            head, _, items = reason.partition("insufficient input: ")
+            for each in items.split("; ") if items else [head]:
+                reasons[each] += count
     if not reasons:
         return
     yield "## Rows that were not priced"
+    yield ""
+    yield "What they lack; a row may lack several things."
     lines = [[reason, f"{count:,}"] for reason, count in reasons.most_common(_MOST_REASONS)]
     rest = sum(reasons.values()) - sum(count for _, count in reasons.most_common(_MOST_REASONS))
     if rest:

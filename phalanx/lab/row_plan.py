@@ -139,6 +139,9 @@ def plan_of_row(row: CsvRow, shape: ModelShape | None) -> tuple[TrainingPlans | 
         missing.append("tp, pp, cp and dp whose product is n_devices")
     if degrees and batch is None:
         missing.append("micro_batch_seqs and global_batch_seqs that dp divides")
+    experts = _experts(row, degrees, shape) if degrees else {}
+    if experts and degrees and _expert_ranks(degrees) % prod(experts.values()):
+        missing.append("ep and expert TP that divide tp x cp x dp")
     if missing or degrees is None or batch is None or not row_tokens:
         return None, missing
     software = software_of(row)
@@ -149,7 +152,7 @@ def plan_of_row(row: CsvRow, shape: ModelShape | None) -> tuple[TrainingPlans | 
         "context": degrees["cp"],
         "data": degrees["dp"],
         **_sharding(row, degrees, software),
-        **_experts(row, degrees, shape),
+        **experts,
         **_order(row, degrees),
         "sequence_parallel": int(_has_sequence_parallelism(row, degrees, software)),
         "micro_rows": batch[0],
@@ -244,6 +247,11 @@ def _experts(row: CsvRow, degrees: dict[str, int], shape: ModelShape | None) -> 
     named = re.search(r"expert tp (\d+)", row.get("notes"), re.IGNORECASE)
     cut = int(named[1]) if named else (degrees["tp"] if expert == 1 else 1)
     return {"expert": expert, "expert_tensor": cut}
+
+
+def _expert_ranks(degrees: dict[str, int]) -> int:
+    """Ranks of a pipeline stage, over which its experts are spread."""
+    return degrees["tp"] * degrees["cp"] * degrees["dp"]
 
 
 def _order(row: CsvRow, degrees: dict[str, int]) -> dict[str, int]:
