@@ -18,7 +18,10 @@ TORCH_PARTS = (
     *(f"phalanx.models.{name}" for name in ("hf", "lora", "parameters", "peft_folder", "stored_")),
     "phalanx.worlds",
 )
-TORCH_FREE_WORLDS = ("base", "sim", "faults", "replay", "action_json", "pipeline_plan")
+TORCH_FREE_WORLDS = (
+    *("base", "sim", "faults", "replay", "action_json"),
+    *("pipeline_plan", "pipeline_arrays"),
+)
 POLICY_MAY_IMPORT = {"action", "mesh", "layout", "policy", "units", "errors", "registry"}
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 80
 

@@ -22,6 +22,6 @@ SYSTEM = System(
         "micro-batches and any round length, first and last pipeline ranks hold fewer layers, and "
         "context parallelism gathers keys and values so that document masks stay simple."
     ),
-    policies=("pipeline/flexible_interleaved", "context/all_gather"),
+    policies=("pipeline/interleaved", "context/all_gather"),
     builds_on=("data/fsdp", "tensor/megatron"),
 )

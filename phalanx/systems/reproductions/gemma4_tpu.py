@@ -11,8 +11,8 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from phalanx.cost.cluster_step import exchange_counts
 from phalanx.cost.collectives import wire_bytes
+from phalanx.cost.exchanges import exchange_counts
 from phalanx.cost.local_shapes import local_config
 from phalanx.cost.money import million_tokens_usd, run_usd, train_and_serve_usd
 from phalanx.models.config import DecoderConfig
