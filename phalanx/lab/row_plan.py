@@ -7,7 +7,7 @@ What is implied, and by what:
 - micro-batches: global batch over micro-batch and data ranks; one micro-batch a step where a plan
   without pipeline names no global batch; a micro-batch of one row where a data rank has one row a
   step, or where a plan without pipeline has rows so long that its time hardly depends on it;
-- sequence parallelism with tensor parallelism, for the families that do so (`_FAMILIES`);
+- sequence parallelism with tensor parallelism, for the families that do so (`row_software`);
 - sharding where the column is empty: that of the family;
 - schedule: interleaved with several virtual stages, else 1F1B; no recomputation where unnamed
   (fused attention recomputes its own scores either way).
@@ -16,105 +16,21 @@ What is implied, and by what:
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
-from functools import cache
 from math import prod
 
 from phalanx.cost.model_shape import ModelShape
 from phalanx.cost.training_plans import RECOMPUTE, SCHEDULES, TrainingPlans
 from phalanx.lab.csv_rows import CsvRow
+from phalanx.lab.row_software import (
+    family_of,
+    is_before_sequence_parallelism,
+    precision_of,
+    software_of,
+)
 
 _DEGREES = ("tp", "pp", "dp", "cp")
 _SATURATING = 2048  # tokens of a row that fill a device's matrix products
 LORA_RANK = 16  # where a row does not name one; times hardly depend on it
-
-
-@dataclass(frozen=True, slots=True)
-class _Family:
-    """What a framework does unasked.
-
-    Attributes:
-        pattern: of its name in tables.
-        name: in the efficiency tables.
-        zero: what it shards where a row does not say.
-        sequence_parallel: with tensor parallelism.
-    """
-
-    pattern: str
-    name: str
-    zero: int
-    sequence_parallel: bool
-
-
-_FAMILIES = (
-    _Family(r"megatron-deepspeed|deepspeed|gpt-neox", "megatron-deepspeed", 0, False),
-    _Family(r"nanotron", "nanotron", 0, True),
-    _Family(r"maxtext|jax|t5x|pathways", "maxtext", 3, False),
-    _Family(r"automodel", "automodel", 3, True),
-    _Family(r"composer|foundry", "composer", 3, True),
-    _Family(r"torchtitan|fsdp", "torch", 3, True),
-    _Family(r"neuron", "neuron", 1, True),
-    _Family(r"llmboost|rocm|primus", "primus", 1, True),
-    _Family(r"megatron|nemo|megascale|nvidia|ngc|mxnet|hai-llm", "megatron", 1, True),
-    _Family(r"pytorch|torch", "torch", 3, True),
-)
-_OTHER = _Family("", "other", 0, True)
-_BEFORE_SEQUENCE_PARALLELISM = 22.05  # Korthikanti et al., whose code also brought ZeRO 1 to it
-
-_PRECISIONS = (
-    (r"fp4|nvfp4|mxfp4", "fp4"),
-    (r"fp8|int8", "fp8"),
-    (r"bf16|bfloat16", "bf16"),
-    (r"fp16|half|float16", "fp16"),
-)
-
-
-def software_of(row: CsvRow) -> str:
-    """ "family:generation" as efficiency tables name it; the generation is YY.MM, or a version."""
-    return _software(row.get("framework"), row.get("source_date"))
-
-
-@cache
-def _software(framework: str, date: str) -> str:
-    release = r"(?:release|pytorch|nemo|ngc|torch)\s+v?(\d+\.\d+)"
-    named = re.search(release, framework, re.IGNORECASE)
-    return f"{_family_of(framework).name}:{named[1] if named else _year_and_month(date)}"
-
-
-def precision_of(row: CsvRow) -> str:
-    """Of matrix products; empty where the row does not say."""
-    return _precision(row.get("dtype").lower())
-
-
-@cache
-def _precision(text: str) -> str:
-    return next((name for pattern, name in _PRECISIONS if re.search(pattern, text)), "")
-
-
-def _family(row: CsvRow) -> _Family:
-    return _family_of(row.get("framework"))
-
-
-@cache
-def _family_of(framework: str) -> _Family:
-    text = framework.lower()
-    return next((each for each in _FAMILIES if re.search(each.pattern, text)), _OTHER)
-
-
-def _year_and_month(text: str) -> str:
-    match = re.search(r"(?:20)?(\d\d)[.\-](0[1-9]|1[0-2])(?!\d)", text)
-    if match:
-        return f"{match[1]}.{match[2]}"
-    match = re.search(r"20(\d\d)", text)
-    return f"{match[1]}.01" if match else ""
-
-
-def _is_before_sequence_parallelism(software: str) -> bool:
-    family, generation = software.split(":")
-    digits = re.fullmatch(r"\d\d\.\d\d", generation)
-    return (
-        family == "megatron" and bool(digits) and float(generation) < _BEFORE_SEQUENCE_PARALLELISM
-    )
 
 
 def plan_of_row(row: CsvRow, shape: ModelShape | None) -> tuple[TrainingPlans | None, list[str]]:
@@ -212,11 +128,11 @@ def _sharding(row: CsvRow, degrees: dict[str, int], software: str) -> dict[str, 
     stage = re.search(r"zero(?:[- ]?(?:stage)?[- ]?)(\d)", text)
     keeps = "shard_grad_op" in text or "no reshard" in text
     if not text:
-        zero = 0 if _is_before_sequence_parallelism(software) else _family(row).zero
+        zero = 0 if is_before_sequence_parallelism(software) else family_of(row).zero
     elif "shard" in text or "fsdp" in text or "hsdp" in text:
         zero = 3
     else:
-        zero = int(stage[1]) if stage else _family(row).zero
+        zero = int(stage[1]) if stage else family_of(row).zero
     return {
         "zero": zero,
         "shard": _group(row, text, degrees) if zero else 1,
@@ -268,7 +184,7 @@ def _has_sequence_parallelism(row: CsvRow, degrees: dict[str, int], software: st
     text = row.get("recompute").lower()
     if "sequence parallel" in text:
         return "no sequence parallel" not in text and degrees["tp"] > 1
-    does = _family(row).sequence_parallel and not _is_before_sequence_parallelism(software)
+    does = family_of(row).sequence_parallel and not is_before_sequence_parallelism(software)
     return does and degrees["tp"] > 1
 
 

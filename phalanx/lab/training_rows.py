@@ -23,8 +23,9 @@ from phalanx.hardware import Machine
 from phalanx.lab.csv_rows import CsvRow, read_rows
 from phalanx.lab.row_class import TRAINING_CLASSES, is_grid, training_class
 from phalanx.lab.row_machine import machine_of_row
-from phalanx.lab.row_plan import plan_of_row, precision_of, software_of
+from phalanx.lab.row_plan import plan_of_row
 from phalanx.lab.row_shape import shape_of_row
+from phalanx.lab.row_software import precision_of, software_of
 
 REQUIRED = (
     *("source_id", "model", "hardware", "n_devices", "dtype", "framework"),

@@ -9,8 +9,8 @@ from phalanx.cost.training_plans import COLUMNS, RECOMPUTE, SCHEDULES
 from phalanx.errors import PhalanxError
 from phalanx.lab.csv_rows import CsvRow
 from phalanx.lab.row_machine import network_bytes_per_s
-from phalanx.lab.row_plan import precision_of, software_of
 from phalanx.lab.row_shape import cut
+from phalanx.lab.row_software import precision_of, software_of
 from phalanx.lab.training_rows import NUMBERS, batches, read_training
 from phalanx.models.known import known_shape
 from tests.lab.tables import LLAMA_ROW, row, text

@@ -1,0 +1,99 @@
+"""Which software a published row ran, its generation and precision, and what that implies."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import cache
+
+from phalanx.lab.csv_rows import CsvRow
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """What a framework does unasked.
+
+    Attributes:
+        pattern: of its name in tables.
+        name: in the efficiency tables.
+        zero: what it shards where a row does not say.
+        sequence_parallel: with tensor parallelism.
+    """
+
+    pattern: str
+    name: str
+    zero: int
+    sequence_parallel: bool
+
+
+_FAMILIES = (
+    Family(r"megatron-deepspeed|deepspeed|gpt-neox", "megatron-deepspeed", 0, False),
+    Family(r"nanotron", "nanotron", 0, True),
+    Family(r"maxtext|jax|t5x|pathways", "maxtext", 3, False),
+    Family(r"automodel", "automodel", 3, True),
+    Family(r"composer|foundry", "composer", 3, True),
+    Family(r"torchtitan|fsdp", "torch", 3, True),
+    Family(r"neuron", "neuron", 1, True),
+    Family(r"llmboost|rocm|primus", "primus", 1, True),
+    Family(r"megatron|nemo|megascale|nvidia|ngc|mxnet|hai-llm", "megatron", 1, True),
+    Family(r"pytorch|torch", "torch", 3, True),
+)
+_OTHER = Family("", "other", 0, True)
+_BEFORE_SEQUENCE_PARALLELISM = 22.05  # Korthikanti et al., whose code also brought ZeRO 1 to it
+
+_PRECISIONS = (
+    (r"fp4|nvfp4|mxfp4", "fp4"),
+    (r"fp8|int8", "fp8"),
+    (r"bf16|bfloat16", "bf16"),
+    (r"fp16|half|float16", "fp16"),
+)
+
+
+def software_of(row: CsvRow) -> str:
+    """ "family:generation" as efficiency tables name it; the generation is YY.MM, or a version."""
+    return _software(row.get("framework"), row.get("source_date"))
+
+
+@cache
+def _software(framework: str, date: str) -> str:
+    release = r"(?:release|pytorch|nemo|ngc|torch)\s+v?(\d+\.\d+)"
+    named = re.search(release, framework, re.IGNORECASE)
+    return f"{_family(framework).name}:{named[1] if named else _year_and_month(date)}"
+
+
+def precision_of(row: CsvRow) -> str:
+    """Of matrix products; empty where the row does not say."""
+    return _precision(row.get("dtype").lower())
+
+
+@cache
+def _precision(text: str) -> str:
+    return next((name for pattern, name in _PRECISIONS if re.search(pattern, text)), "")
+
+
+def family_of(row: CsvRow) -> Family:
+    """Of the row's framework; one that does nothing unasked for a framework that is not known."""
+    return _family(row.get("framework"))
+
+
+@cache
+def _family(framework: str) -> Family:
+    text = framework.lower()
+    return next((each for each in _FAMILIES if re.search(each.pattern, text)), _OTHER)
+
+
+def _year_and_month(text: str) -> str:
+    match = re.search(r"(?:20)?(\d\d)[.\-](0[1-9]|1[0-2])(?!\d)", text)
+    if match:
+        return f"{match[1]}.{match[2]}"
+    match = re.search(r"20(\d\d)", text)
+    return f"{match[1]}.01" if match else ""
+
+
+def is_before_sequence_parallelism(software: str) -> bool:
+    """Whether it is a Megatron that neither splits sequences nor shards the optimizer yet."""
+    family, generation = software.split(":")
+    digits = re.fullmatch(r"\d\d\.\d\d", generation)
+    return (
+        family == "megatron" and bool(digits) and float(generation) < _BEFORE_SEQUENCE_PARALLELISM
+    )
