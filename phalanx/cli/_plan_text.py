@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import combinations
 
 from phalanx.cli.output import paragraph, table, write
-from phalanx.planner.nearest import Nearest
+from phalanx.planner.answers import Answer
+from phalanx.planner.largest import Largest
 from phalanx.planner.price import PricedJob
-from phalanx.planner.search import Answer
+from phalanx.planner.profile import DataProfile
+from phalanx.planner.sizes import Size
 from phalanx.units import format_bytes, format_count, format_flops
 
 _GIBIBYTE = 2.0**30
+_MATTERS = 0.05  # of a step: what is told
 _HEADER = ("cluster", "verdict", "time", "cost", "peak of usable", "bound by")
 
 
@@ -19,28 +22,46 @@ def show(priced: PricedJob) -> None:
     """The job, a line per cluster, the plans behind them, and what is not in the numbers."""
     _show_job(priced)
     write("\n")
-    table(_HEADER, [_line(each) for each in priced.answers])
+    table(_HEADER, [_line(each, priced) for each in priced.answers])
     write("\n")
     for each in priced.answers:
         if each.fits:
-            paragraph(f"{each.asked.text}: {_plan(each)}", hang=2)
+            _show_plans(each)
     if priced.fits:
         _show_comparison(priced)
     elif priced.nearest:
-        _show_nearest(priced.nearest)
+        _show_nearest(priced)
     else:
         write("nothing that fits was found near it\n")
+    for size in priced.sizes:
+        paragraph(_size(size), hang=2)
+    for found in priced.largest:
+        paragraph(_largest(found), hang=2)
     for note in priced.notes:
         paragraph(note, hang=2)
 
 
 def _show_job(priced: PricedJob) -> None:
-    training, profile = priced.training, priced.training.profile
+    training = priced.training
     params, trained = format_count(priced.num_params), format_count(priced.num_trained)
     how = "all are trained"
     if training.lora is not None:
         how = f"LoRA of rank {training.lora.rank} trains {trained}"
-    paragraph(f"{priced.model.name}: {params} parameters; {how}", hang=2)
+    products = f"; products in {training.precision}" if training.precision != "bf16" else ""
+    paragraph(f"{priced.model.name}: {params} parameters; {how}{products}", hang=2)
+    if training.profile is not None:
+        _show_data(training.profile)
+    else:
+        rows = training.batch_tokens // training.seq_tokens
+        write(f"batches of {rows:,} rows of {training.seq_tokens:,} tokens\n")
+    count = f"{training.num_steps:,} step{'' if training.num_steps == 1 else 's'}"
+    steps = f"{count} of {training.batch_tokens:,} tokens"
+    epochs = f"{training.epochs:g} epoch{'' if training.epochs == 1 else 's'} = "
+    note = "; time and cost are of this step (--tokens 15T: of a run)" if priced.of_one_step else ""
+    write(f"{epochs if training.epochs else ''}{steps}{note}\n")
+
+
+def _show_data(profile: DataProfile) -> None:
     dropped = f"{profile.audit.rows_dropped:,}" if profile.audit.rows_dropped else "none"
     lengths = f"p50 {profile.quantile(0.5):,}, p99 {profile.quantile(0.99):,}"
     counted = f"{100 * profile.counted_frac:.0f} % count"
@@ -51,45 +72,66 @@ def _show_job(priced: PricedJob) -> None:
     )
     if profile.is_assumption:
         paragraph(f"assumption: counted by {profile.counted_by}", indent=2, hang=2)
-    count = f"{training.num_steps:,} step{'' if training.num_steps == 1 else 's'}"
-    steps = f"{count} of {training.batch_tokens:,} tokens"
-    epochs = f"{training.epochs:g} epoch{'' if training.epochs == 1 else 's'} = "
-    write(f"{epochs if training.epochs else ''}{steps}\n")
 
 
-def _line(each: Answer) -> list[str]:
+def _line(each: Answer, priced: PricedJob) -> list[str]:
     name, usable = each.asked.text, each.limit_bytes / _GIBIBYTE
     if each.best is None:
         if each.smallest is None:
             return [name, each.verdict, "", "", "", most_common(each.illegal)]
         peak = f"{each.smallest.peak_bytes / _GIBIBYTE:.1f} of {usable:.1f} GiB"
         term = each.smallest.largest_term
-        return [
-            name,
-            each.verdict,
-            "",
-            "",
-            peak,
-            f"memory: {term} {_gib(each.smallest.terms[term])}",
-        ]
+        needs = f"memory: {term} {_gib(each.smallest.terms[term])}"
+        return [name, each.verdict, "", "", peak, needs]
     peak = f"{each.best.sized.peak_bytes / _GIBIBYTE:.1f} of {usable:.1f} GiB"
     which, share = each.bound
-    bound = f"{which} {100 * share:.0f} %"
-    return [name, each.verdict, duration(each.hours), dollars(each.dollars), peak, bound]
+    return [
+        *(name, each.verdict, duration(each.hours), dollars(each.dollars), peak),
+        f"{which} {100 * share:.0f} %",
+    ]
 
 
-def _plan(each: Answer) -> str:
-    assert each.best is not None
-    counts = f"{each.num_fit} of {each.num_plans} legal plans fit"
-    alike = f", {each.num_alike} of them within these bars" if each.num_alike > 1 else ""
-    others = f"; illegal: {most_common(each.illegal)}" if each.illegal else ""
-    return f"{each.best.candidate.describe()} ({counts}{alike}{others})"
+def _show_plans(each: Answer) -> None:
+    """The plan to take, and beside it what is faster or what the trainer runs."""
+    best, fastest, runnable = each.best, each.fastest, each.runnable
+    assert best is not None and fastest is not None
+    counts = f"{each.num_fit:,} of {each.num_plans:,} legal plans fit"
+    alike = f", {each.num_alike:,} of them within these bars" if each.num_alike > 1 else ""
+    count = sum(each.illegal.values())
+    others = (
+        f"; {count:,} illegal, most {max(each.illegal, key=lambda reason: each.illegal[reason])}"
+        if count
+        else ""
+    )
+    only = f" [simulated only: {', '.join(best.sized.missing)}]" if best.sized.missing else ""
+    text = f"{each.asked.text}: {best.sized.describe()}{only} ({counts}{alike}{others})"
+    paragraph(text, hang=2)
+    if best is not fastest and fastest.total_s < (1 - _MATTERS) * best.total_s:
+        words, less = fastest.sized.describe(), 1 - fastest.total_s / best.total_s
+        paragraph(
+            f"within its bars, simulated only ({', '.join(fastest.sized.missing)}): {words}; "
+            f"{100 * less:.0f} % less time",
+            indent=2,
+            hang=2,
+        )
+    if runnable is not best:
+        words = "no plan that fits"
+        if runnable is not None:
+            more = runnable.total_s / best.total_s
+            words = f"{runnable.sized.describe()}; {more:.2g} times as long"
+        paragraph(f"what `phalanx train` runs: {words}", indent=2, hang=2)
+    if each.memory_gain > _MATTERS:
+        percent = f"{100 * each.memory_gain:.0f} %"
+        term = best.sized.largest_term
+        write(f"  memory binds, {term} most: with room for all plans {percent} less time\n")
 
 
-def most_common(illegal: Mapping[str, int]) -> str:
+def most_common(illegal: Mapping[str, int], at_most: int = 99) -> str:
     """Reasons with their counts, the most frequent first."""
     ordered = sorted(illegal.items(), key=lambda entry: -entry[1])
-    return "; ".join(f"{count} {reason}" for reason, count in ordered)
+    found = [f"{count:,} {reason}" for reason, count in ordered[:at_most]]
+    rest = sum(count for _, count in ordered[at_most:])
+    return "; ".join([*found, f"{rest:,} for other reasons"] if rest else found)
 
 
 def _show_comparison(priced: PricedJob) -> None:
@@ -111,10 +153,9 @@ def _show_comparison(priced: PricedJob) -> None:
         f"host memory to load: {_gib(host)}",
         hang=2,
     )
-    bars = {f"{e.efficiency.name}": e.efficiency for e in fitting}
+    sources = dict.fromkeys(each.source for each in fitting)
     paragraph(
-        "time: roofline over the efficiency of published rows, bars their 10th to 90th percentile "
-        f"({'; '.join(f'{n}: {b.num_rows} rows, {b.median:.2f}' for n, b in bars.items())}). "
+        f"time: formula with 90 % bars; {'; '.join(sources)}. "
         "Loading, compiling, evaluation and failures are not in it",
         hang=2,
     )
@@ -126,13 +167,38 @@ def _overlap(a: Sequence[float], b: Sequence[float]) -> bool:
     return b[1] <= a[0] <= b[2] and a[1] <= b[0] <= a[2]
 
 
-def _show_nearest(nearest: Iterable[Nearest]) -> None:
+def _show_nearest(priced: PricedJob) -> None:
     write("nearest jobs that fit, each planned as above:\n")
     lines = []
-    for each in nearest:
-        line = _line(each.answer)
+    for each in priced.nearest:
+        line = _line(each.answer, priced)
         lines.append([each.flags, line[0], *line[2:5]])
     table(("with", "cluster", "time", "cost", "peak of usable"), lines)
+
+
+def _size(size: Size) -> str:
+    machine = size.asked.asked.cluster.machine.name
+    if size.found is None:
+        return f"{machine}: {size.why_not}"
+    found = size.found
+    assert found.best is not None
+    words = found.best.sized.describe()
+    return (
+        f"{machine}: {found.asked.cluster.num_devices:,} devices would do, in "
+        f"{duration(found.hours)}, {dollars(found.dollars)}: {words}"
+    )
+
+
+def _largest(found: Largest) -> str:
+    where = f"{found.asked.asked.text}: largest {found.what}"
+    if not found.tokens or found.plan is None:
+        return f"{where}: none fits"
+    text = f"{where} {found.tokens:,} tokens ({found.plan.describe()})"
+    if found.plan.missing:
+        text += f", simulated only; by `phalanx train` {found.runnable_tokens:,}"
+        plan = found.runnable_plan
+        text += f" ({plan.describe()})" if plan is not None else ""
+    return f"{text}; {found.note}" if found.note else text
 
 
 def explain(priced: PricedJob) -> None:
@@ -144,9 +210,10 @@ def explain(priced: PricedJob) -> None:
             for name, value in sized.terms.items():
                 write(f"  memory, {name}: {format_bytes(value)}\n")
         if each.best is not None:
-            for name, value in each.best.seconds.parts.items():
-                write(f"  step by the formula, {name}: {1000 * value:.3g} ms\n")
-            paragraph(f"efficiency: {each.efficiency.describe()}", indent=2, hang=2)
+            for name, value in each.best.parts.items():
+                if value:
+                    write(f"  step by the formula, {name}: {1000 * value:.3g} ms\n")
+            paragraph(each.source, indent=2, hang=2)
         for reason, count in each.illegal.items():
             write(f"  illegal, {count}: {reason}\n")
         for name, figure in each.asked.cluster.machine.figures().items():
@@ -173,6 +240,8 @@ def duration(hours: Sequence[float]) -> str:
 
 def dollars(values: Sequence[float]) -> str:
     """Expected, least and most; cents, unless there is less than one or far more."""
+    if values[0] == float("inf"):
+        return "price unknown"
     digits = 0 if values[0] >= 100 else 2 if values[0] >= 0.1 else 4
     expected, least, most = (f"{each:,.{digits}f}" for each in values)
     return f"${expected} ({least} to {most})"

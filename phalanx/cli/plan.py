@@ -12,6 +12,7 @@ from phalanx.errors import JobError
 
 if TYPE_CHECKING:
     from phalanx.job import Job
+    from phalanx.planner.question import Question
 
 Target = Annotated[
     str,
@@ -30,6 +31,34 @@ Lora = Annotated[
 Full = Annotated[bool, typer.Option("--full", help="Train all weights.")]
 Output = Annotated[str, typer.Option("-o", "--output", help="Write the lockfile here.")]
 Explain = Annotated[bool, typer.Option("--explain", help="Show terms, and where values come from.")]
+Seq = Annotated[
+    str, typer.Option("--seq", metavar="TOKENS", help="Rows of this length, instead of a data file")
+]
+GlobalTokens = Annotated[
+    str, typer.Option("--global-tokens", metavar="TOKENS", help="Of a step, e.g. 16M (M is 1024^2)")
+]
+Tokens = Annotated[
+    str, typer.Option("--tokens", metavar="TOKENS", help="Of the whole run with --seq, e.g. 15T")
+]
+Deadline = Annotated[
+    str, typer.Option("--deadline", metavar="TIME", help="E.g. 12h: how many devices meet it?")
+]
+Budget = Annotated[
+    str, typer.Option("--budget", metavar="USD", help="E.g. 300: how many devices keep to it?")
+]
+LargestOf = Annotated[
+    str, typer.Option("--largest", metavar="WHAT", help="Largest 'context' or 'micro-batch'.")
+]
+Precision = Annotated[
+    str, typer.Option("--precision", help="Of matrix products: bf16, fp16, fp8, fp4.")
+]
+BaseBits = Annotated[int, typer.Option("--base-bits", help="Of frozen weights: 16, 8, 4 (QLoRA).")]
+Imbalance = Annotated[
+    float, typer.Option("--expert-imbalance", help="Tokens of the busiest expert rank over mean.")
+]
+Software = Annotated[
+    str, typer.Option("--software", help="Whose efficiency is assumed, e.g. megatron, torch:2.6.")
+]
 
 
 def register(app: typer.Typer) -> None:
@@ -45,6 +74,16 @@ def plan(
     lora: Lora = None,
     full: Full = False,
     on: On = "",
+    seq: Seq = "",
+    global_tokens: GlobalTokens = "",
+    tokens: Tokens = "",
+    deadline: Deadline = "",
+    budget: Budget = "",
+    largest: LargestOf = "",
+    precision: Precision = "bf16",
+    base_bits: BaseBits = 16,
+    expert_imbalance: Imbalance = 1.0,
+    software: Software = "",
     output: Output = "",
     explain: Explain = False,
     json_file: JsonFile = "",
@@ -54,40 +93,58 @@ def plan(
     Exit 0: some cluster does it. 1: none does; the nearest jobs that fit are named.
     """
     from phalanx.planner.price import is_simulated
+    from phalanx.planner.question import Question, dollars_of, row_count, total_count
 
     is_file = target.endswith(".toml")
     if target and model and not is_file:
         rule = f"the model is named twice: --model says {model}"
         raise JobError("job/syntax", "arguments", target, rule)
+    if seq and data:
+        rule = f"contradict each other: rows come from {data}, or all have one length"
+        raise JobError("job/syntax", "--seq, --data", seq, rule)
+    question = Question(
+        on=on,
+        whole_epoch=not is_file,
+        seq_tokens=row_count(seq, "--seq") if seq else 0,
+        total_tokens=total_count(tokens) if tokens else 0.0,
+        budget_usd=dollars_of(budget) if budget else 0.0,
+        sizes=bool(deadline or budget),
+        largest=largest,
+        precision=precision,
+        base_bits=base_bits,
+        expert_imbalance=expert_imbalance,
+        software=software,
+    )
+    others = _method(lora, full, is_pretraining=bool(seq and not is_file))
+    if global_tokens:
+        others["train.global_batch_tokens"] = row_count(global_tokens, "--global-tokens")
+    others["limits.time_s"] = deadline
     job = resolve(
-        target if is_file else "",
-        model if is_file else model or target,
-        data,
-        context.args,
-        _method(lora, full),
+        target if is_file else "", model if is_file else model or target, data, context.args, others
     )
     if is_simulated(job):
         _simulate(job, on, output, explain, json_file)
     else:
-        _price(job, on, output, explain, json_file, whole_epoch=not is_file)
+        _price(job, question, output, explain, json_file)
 
 
-def _method(lora: int | None, full: bool) -> dict[str, Any]:
+def _method(lora: int | None, full: bool, *, is_pretraining: bool) -> dict[str, Any]:
     if lora is not None and full:
         rule = "contradict each other: train adapters, or all weights"
         raise JobError("job/syntax", "--lora, --full", None, rule)
     if lora is not None:
         return {"train.method": "lora", "train.lora_rank": lora}
-    return {"train.method": "full"} if full else {}
+    if full:
+        return {"train.method": "full"}
+    return {"train.method": "pretrain"} if is_pretraining else {}
 
 
-def _price(
-    job: Job, on: str, output: str, explain: bool, json_file: str, *, whole_epoch: bool
-) -> None:
+def _price(job: Job, question: Question, output: str, explain: bool, json_file: str) -> None:
     from phalanx.cli import _plan_text as text
-    from phalanx.planner.price import lockfile, price_job
+    from phalanx.planner.lockfile import lockfile
+    from phalanx.planner.price import price_job
 
-    priced = price_job(job, on, whole_epoch=whole_epoch)
+    priced = price_job(job, question)
     chosen = priced.best
     if output:
         if chosen is None:

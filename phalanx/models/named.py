@@ -56,6 +56,15 @@ def preset_names() -> list[str]:
     return sorted({content["short"] for content in _presets().values()})
 
 
+def is_here(name: str) -> bool:
+    """Whether a name is a folder, a file or a preset, so that nothing has to be fetched."""
+    try:
+        exists = bool(name) and Path(name).expanduser().exists()
+    except (OSError, ValueError):  # longer than a path may be, or with a NUL
+        exists = False
+    return exists or name.lower() in _presets()
+
+
 def named_model(name: str, log: Callable[[str], None] = print) -> NamedModel:
     """The sizes of a model by its name.
 

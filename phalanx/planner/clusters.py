@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from phalanx.cost.cluster_step import DeviceRates
 from phalanx.errors import JobError
-from phalanx.hardware import Cluster, Machine, MixedCluster, machine_names, read_cluster
+from phalanx.hardware import Cluster, MixedCluster, machine_names, read_cluster
 
 MOST_CLUSTERS = 32
 
@@ -77,22 +76,4 @@ def _mixed_note(mixed: MixedCluster) -> str:
     return (
         f"{parts}: a step waits for the slowest device, the smallest memory and the slowest link "
         f"({link.bytes_per_s * 8 / 1e9:.4g} Gbit/s, {link.latency_s * 1e3:.3g} ms)"
-    )
-
-
-def device_rates(machine: Machine, matmul_gain: float = 1.0) -> DeviceRates:
-    """The rates that prices are made from.
-
-    Args:
-        matmul_gain: of another precision than bf16.
-    """
-    return DeviceRates(
-        flops_per_s=machine.matmul.value * matmul_gain,
-        memory_bytes_per_s=machine.memory_bandwidth.value,
-        launch_s=machine.launch_overhead.value,
-        devices_per_domain=machine.devices_per_domain,
-        link_bytes_per_s=machine.link_bandwidth.value,
-        link_latency_s=machine.link_latency.value,
-        network_bytes_per_s=machine.network_bandwidth.value,
-        network_latency_s=machine.network_latency.value,
     )

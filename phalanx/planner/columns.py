@@ -36,6 +36,16 @@ class Table:
         """With more columns."""
         return Table(dict(self.columns) | columns)
 
+    def without(self, *names: str) -> Table:
+        """With fewer columns."""
+        return Table({name: each for name, each in self.columns.items() if name not in names})
+
+    def stacked(self, below: Table) -> Table:
+        """Rows of both; they have the same columns."""
+        return Table(
+            {name: np.concatenate([column, below[name]]) for name, column in self.columns.items()}
+        )
+
     def cross(self, options: Options) -> Table:
         """Every row with every option; options are columns of one length of their own."""
         made = {name: np.asarray(values) for name, values in options.items()}

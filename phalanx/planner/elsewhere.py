@@ -9,20 +9,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from phalanx.cost.cluster_step import operator_groups, step_seconds
-from phalanx.cost.efficiency import efficiency_of
-from phalanx.cost.local_shapes import local_config
-from phalanx.cost.step_memory import units_of
-from phalanx.cost.step_work import Workload
+from phalanx.cost.model_shape import shape_of
+from phalanx.cost.training_plans import RECOMPUTE, TrainingPlans
+from phalanx.cost.training_step import training_step
 from phalanx.data.store import Prepared
 from phalanx.hardware import parse_cluster
 from phalanx.job import Job
 from phalanx.models.named import named_model
-from phalanx.models.spec import PROJECTIONS, LoraSpec, lora_tensors
-from phalanx.planner.candidates import Layout
-from phalanx.planner.clusters import AskedCluster, device_rates
+from phalanx.models.spec import PROJECTIONS, LoraSpec
+from phalanx.planner.answers import Answer
+from phalanx.planner.clusters import AskedCluster
 from phalanx.planner.profile import DataProfile, profile_of_prepared
-from phalanx.planner.search import Answer, answer
+from phalanx.planner.search import answer
 from phalanx.planner.training import Training
 from phalanx.report import Report
 
@@ -36,7 +34,8 @@ class PublishedRun:
 
     Attributes:
         cluster: shorthand.
-        layout, recompute: as the run was laid out.
+        tensor, shard, recompute: as the run was laid out; what is sharded is FSDP.
+        software: whose efficiency is assumed.
         sample_tokens: computed for each sample, padding included.
         hours, usd_per_h, dollars: as published; the rate is of all devices.
         serve_usd_per_h: of the devices that served the result.
@@ -44,8 +43,10 @@ class PublishedRun:
     """
 
     cluster: str
-    layout: Layout
+    tensor: int
+    shard: int
     recompute: str
+    software: str
     sample_tokens: int
     hours: float
     usd_per_h: float
@@ -57,8 +58,10 @@ class PublishedRun:
 STEPS, SAMPLES, MEAN_TOKENS, PADDED_TOKENS, LORA_RANK = 1244, 8, 922, 3072, 64
 TPU = PublishedRun(
     cluster="4xv5p",
-    layout=Layout(tensor=4),
+    tensor=4,
+    shard=1,
     recompute="full",
+    software="maxtext",
     sample_tokens=PADDED_TOKENS,
     hours=3.34,
     usd_per_h=16.80,
@@ -68,8 +71,10 @@ TPU = PublishedRun(
 )
 GPU = PublishedRun(
     cluster="2xh100",
-    layout=Layout(shard=2, is_sharded=True),
+    tensor=1,
+    shard=2,
     recompute="full",
+    software="torch",
     sample_tokens=PADDED_TOKENS,
     hours=5.39,
     usd_per_h=22.12,
@@ -138,14 +143,14 @@ def _add_answer(report: Report, found: Answer) -> None:
     """Rows of one cluster; without a plan that fits, the memory that is missing."""
     where = f"elsewhere/{found.asked.text}"
     sized = found.best.sized if found.best else found.smallest
-    plan = sized.candidate.describe() if sized else "no legal plan"
+    plan = sized.describe() if sized else "no legal plan"
     if found.best is not None:
         bars = "{1:.3g} to {2:.3g}"
-        note = f"{plan}; bars {bars.format(*found.hours)} h; {found.efficiency.describe()}"
+        note = f"{plan}; bars {bars.format(*found.hours)} h; {found.source}"
         report.add(f"{where}/hours", found.hours[0], "h", "formula", note=note)
-        price = found.asked.cluster.machine.price
-        note = f"bars {bars.format(*found.dollars)} USD; {price.source}"
-        report.add(f"{where}/cost", found.dollars[0], "USD", "formula", note=note)
+        if price := found.asked.cluster.machine.price:
+            note = f"bars {bars.format(*found.dollars)} USD; {price.source}"
+            report.add(f"{where}/cost", found.dollars[0], "USD", "formula", note=note)
     if sized is not None:
         share = sized.peak_bytes / found.limit_bytes
         note = "fits" if found.fits else f"does not fit: {sized.largest_term} is the most"
@@ -156,38 +161,21 @@ def _add_answer(report: Report, found: Answer) -> None:
 
 
 def published_step_s(run: PublishedRun) -> float:
-    """Seconds of a step of the published recipe, by the formula and its class's efficiency."""
-    config = named_model(MODEL).config
-    lora = LoraSpec(rank=LORA_RANK, alpha=float(LORA_RANK))
-    items = SAMPLES / run.layout.num_data_ranks
-    work = Workload(
-        tokens=items * run.sample_tokens,
-        counted=items * run.sample_tokens,
-        num_items=items,
+    """Seconds of a step of the published recipe, as the planner prices it."""
+    plans = TrainingPlans(
+        tensor=run.tensor,
+        data=run.shard,
+        shard=run.shard,
+        zero=3 if run.shard > 1 else 0,
         row_tokens=run.sample_tokens,
-        row_counted=run.sample_tokens,
-        longest_row=run.sample_tokens,
-        document_tokens=run.sample_tokens,
-        num_trained=sum(each.num_elements for each in lora_tensors(config, lora).values()),
-        lora_rank=lora.rank,
-        lora_alpha=lora.alpha,
-        lora_targets=lora.targets,
-        tensor_degree=run.layout.tensor,
+        num_micro=SAMPLES // run.shard,
+        recompute=RECOMPUTE.index(run.recompute),
+        method="lora",
+        lora_rank=LORA_RANK,
+        software=run.software,
     )
-    local = local_config(config, run.layout.tensor)
-    data = [spec for spec in run.layout.specs if spec.family == "data"]
     machine = parse_cluster(run.cluster).machine
-    formula = step_seconds(
-        config,
-        work,
-        operator_groups(local, work),
-        units_of(local, work, data, run.layout.mesh, 4),
-        run.layout.specs,
-        device_rates(machine),
-        mesh=run.layout.mesh,
-        recompute=run.recompute,
-    )
-    return efficiency_of(machine, "lora").step_s(formula.total_s)[0]
+    return float(training_step(shape_of(named_model(MODEL).config), plans, machine).total_s[0])
 
 
 def _add_published(report: Report, run: PublishedRun, step_s: float) -> None:

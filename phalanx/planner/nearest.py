@@ -8,16 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
 from phalanx.hardware import Cluster, machine_names, read_machine
+from phalanx.layout.placement import divisors
 from phalanx.models.spec import LoraSpec
+from phalanx.planner.answers import Answer, SizedPlan, is_tight
 from phalanx.planner.clusters import AskedCluster
-from phalanx.planner.search import Answer, answer, is_tight, limit_of, smallest_plan
+from phalanx.planner.search import answer
+from phalanx.planner.sized import limit_of, smallest_plan
 from phalanx.planner.training import Training
 
 _MOST_TIMES = 64  # devices, of those that were asked for
+_MOST_DEVICES = 1 << 17
 _LORA_RANK = 16
 _SHORTEST_ROW = 128
 
@@ -39,8 +44,16 @@ class Nearest:
 def nearest_that_fit(
     refused: Answer, *, minimise: str = "time", limit_bytes: float = 0.0, count: int = 3
 ) -> list[Nearest]:
-    """Up to `count` changes after which a refused job fits, nearest first."""
-    limits = {"limit_bytes": limit_bytes, "limit_s": refused.limit_s}
+    """Up to `count` changes after which a refused job fits, nearest first.
+
+    Each has a plan that `phalanx train` runs, where it knows the model.
+    """
+    limits: dict[str, Any] = {
+        "limit_bytes": limit_bytes,
+        "limit_s": refused.limit_s,
+        "budget_usd": refused.budget_usd,
+        "must_run": refused.training.config is not None,
+    }
     found: list[Nearest] = []
     for change, flags, other, cluster in _changes(refused, limit_bytes):
         where = AskedCluster(str(cluster), cluster)
@@ -55,6 +68,8 @@ def nearest_that_fit(
 def _changes(refused: Answer, limit_bytes: float) -> Iterator[tuple[str, str, Training, Cluster]]:
     """(change, flags, training, cluster), nearest first; whoever takes them verifies them."""
     training, cluster = refused.training, refused.asked.cluster
+    if refused.smallest is None:
+        yield from _other_batches(training, cluster)
     if training.method == "full":
         lora = LoraSpec(rank=_LORA_RANK, alpha=2.0 * _LORA_RANK)
         yield (
@@ -65,14 +80,33 @@ def _changes(refused: Answer, limit_bytes: float) -> Iterator[tuple[str, str, Tr
         )
     if _rows_matter(refused):
         yield from _shorter_rows(training, cluster)
-    sizes = _smallest_peaks(training, cluster)
-    for number, peak in sizes.items():
+    sizes = _smallest_plans(training, cluster)
+    for number, smallest in sizes.items():
         more = Cluster(cluster.machine, number)
-        if number > cluster.num_devices and not is_tight(peak, limit_of(more, limit_bytes)):
+        if number > cluster.num_devices and not is_tight(smallest, limit_of(more, limit_bytes)):
             yield f"{number} devices", f"--on {more}", training, more
             if refused.best is None:  # the first that holds it; for speed it may take more
                 break
     yield from _other_machines(training, cluster, sizes, limit_bytes)
+
+
+def _other_batches(
+    training: Training, cluster: Cluster
+) -> Iterator[tuple[str, str, Training, Cluster]]:
+    """Batches that give every data rank a row, the nearest first."""
+    if training.profile is not None:
+        return
+    asked = training.batch_tokens // training.seq_tokens
+    degrees = divisors(cluster.num_devices)
+    counts = {-(-asked // degree) * degree for degree in degrees}
+    for rows in sorted(counts - {asked}, key=lambda rows: abs(rows - asked))[:4]:
+        tokens = rows * training.seq_tokens
+        yield (
+            f"batches of {rows:,} rows",
+            f"--global-tokens {tokens}",
+            replace(training, batch_tokens=tokens),
+            cluster,
+        )
 
 
 def _rows_matter(refused: Answer) -> bool:
@@ -86,8 +120,15 @@ def _rows_matter(refused: Answer) -> bool:
 def _shorter_rows(
     training: Training, cluster: Cluster
 ) -> Iterator[tuple[str, str, Training, Cluster]]:
-    """Without the documents that make rows long, the longest first."""
-    profile, limit = training.profile, training.profile.longest
+    """Shorter rows, or without the documents that make them long, the longest first."""
+    profile = training.profile
+    if profile is None:
+        seq = training.seq_tokens
+        while (seq := seq // 2) >= _SHORTEST_ROW:
+            shorter_rows = replace(training, seq_tokens=seq)
+            yield f"rows of {seq:,} tokens", f"--seq {seq}", shorter_rows, cluster
+        return
+    limit = profile.longest
     while (limit := limit // 2) >= _SHORTEST_ROW:
         kept = np.flatnonzero(profile.samples.lengths <= limit)
         if 2 * len(kept) < len(profile.samples):
@@ -102,32 +143,33 @@ def _shorter_rows(
         )
 
 
-def _smallest_peaks(training: Training, cluster: Cluster) -> dict[int, float]:
-    """Devices, doubled again and again -> the least bytes of a rank that a legal plan needs."""
-    found: dict[int, float] = {}
+def _smallest_plans(training: Training, cluster: Cluster) -> dict[int, SizedPlan]:
+    """Devices, doubled again and again -> the plan that needs the least memory of a rank."""
+    found: dict[int, SizedPlan] = {}
     number = cluster.num_devices
-    while number <= _MOST_TIMES * cluster.num_devices:
+    while number <= min(_MOST_TIMES * cluster.num_devices, _MOST_DEVICES):
         smallest = smallest_plan(training, Cluster(cluster.machine, number))
-        if smallest is None:
+        if smallest is None and found:
             break
-        found[number] = smallest.peak_bytes
+        if smallest is not None:
+            found[number] = smallest
         number *= 2
     return found
 
 
 def _other_machines(
-    training: Training, cluster: Cluster, peaks: dict[int, float], limit_bytes: float
+    training: Training, cluster: Cluster, sizes: dict[int, SizedPlan], limit_bytes: float
 ) -> Iterator[tuple[str, str, Training, Cluster]]:
     """Other kinds of devices, the fewest that hold it, cheapest an hour first."""
     offers: list[tuple[float, Cluster]] = []
     for name in machine_names():
-        if name == cluster.machine.name:
-            continue
         machine = read_machine(name)
-        for number, peak in peaks.items():
+        if name == cluster.machine.name or machine.price is None:
+            continue
+        for number, smallest in sizes.items():
             other = Cluster(machine, number)
-            if not is_tight(peak, limit_of(other, limit_bytes)):
-                offers.append((number * machine.price.value, other))
+            if not is_tight(smallest, limit_of(other, limit_bytes)):
+                offers.append((number * machine.usd_per_h, other))
                 break
     for _, other in sorted(offers, key=lambda offer: (offer[0], str(offer[1]))):
         yield other.machine.title, f"--on {other}", training, other

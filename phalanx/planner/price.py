@@ -5,15 +5,16 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
+from math import ceil
 from threading import Timer
 from typing import Any
 
-from phalanx.errors import JobError
+from phalanx.cost.training_plans import RECOMPUTE
+from phalanx.errors import JobError, nearest_numbers
 from phalanx.job import Job
 from phalanx.models.config import DTYPE_BYTES
-from phalanx.models.named import NamedModel, named_model
-from phalanx.models.source import data_settings, model_source
+from phalanx.models.source import data_settings
 from phalanx.models.spec import (
     PROJECTIONS,
     LoraSpec,
@@ -22,14 +23,16 @@ from phalanx.models.spec import (
     num_params,
     weight_bytes,
 )
-from phalanx.plan import Plan, Pool, RoleProgram
-from phalanx.planner.candidates import RECOMPUTE, Choice, fixed_mesh
+from phalanx.planner.answers import Answer
 from phalanx.planner.clusters import AskedCluster, asked_clusters
+from phalanx.planner.largest import Largest, largest_of
+from phalanx.planner.models import PricedModel, priced_model
 from phalanx.planner.nearest import Nearest, nearest_that_fit
-from phalanx.planner.profile import profile_of
-from phalanx.planner.search import Answer, answer
-from phalanx.planner.training import Training
-from phalanx.report import Report
+from phalanx.planner.profile import DataProfile, profile_of
+from phalanx.planner.question import Question
+from phalanx.planner.search import answer
+from phalanx.planner.sizes import Size, smallest_size
+from phalanx.planner.training import Choice, Training, fixed_mesh
 
 _MOMENT_BYTES = 8  # AdamW, float32, per trained element
 _SIMULATED_ONLY = ("toy",)
@@ -43,14 +46,20 @@ class PricedJob:
     Attributes:
         answers: one per cluster, as they were asked for.
         nearest: jobs that fit, where no cluster does.
+        sizes: devices of each kind that meet deadline and budget, where that was asked.
+        largest: the largest context or micro-batch of each cluster, where that was asked.
+        of_one_step: nothing says how long the job is; hours and dollars are of one step.
         notes: what a reader has to know of how the job was read.
     """
 
     job: Job
-    model: NamedModel
+    model: PricedModel
     training: Training
     answers: Sequence[Answer]
     nearest: Sequence[Nearest]
+    sizes: Sequence[Size]
+    largest: Sequence[Largest]
+    of_one_step: bool
     notes: Sequence[str]
 
     @property
@@ -73,15 +82,23 @@ class PricedJob:
     @property
     def num_params(self) -> int:
         """Of the model, adapters not counted."""
-        return num_params(self.training.config)
+        config = self.training.config
+        return num_params(config) if config is not None else self.training.shape.num_params
 
     @property
     def num_trained(self) -> int:
         """Elements that get a gradient."""
-        lora = self.training.lora
+        lora, config = self.training.lora, self.training.config
         if lora is None:
             return self.num_params
-        return sum(each.num_elements for each in lora_tensors(self.training.config, lora).values())
+        if config is not None:
+            return sum(each.num_elements for each in lora_tensors(config, lora).values())
+        shape = self.training.shape
+        return sum(
+            layer.count * lora.rank * (product.inputs + product.outputs) * product.copies
+            for layer in shape.layers
+            for product in layer.products(shape.hidden)
+        )
 
     @property
     def checkpoint_bytes(self) -> float:
@@ -92,16 +109,23 @@ class PricedJob:
     @property
     def model_bytes(self) -> float:
         """The weights on disk, once to read and once more as the result."""
-        return float(weight_bytes(self.training.config))
+        config = self.training.config
+        return float(weight_bytes(config)) if config is not None else 2.0 * self.num_params
 
     def host_bytes(self, each: Answer) -> float:
         """Memory of a host while its ranks load: each holds one whole tensor at a time."""
-        largest = max(t.num_bytes for t in canonical_tensors(self.training.config).values())
+        config, shape = self.training.config, self.training.shape
+        if config is not None:
+            largest = max(tensor.num_bytes for tensor in canonical_tensors(config).values())
+        else:
+            largest = 2 * shape.vocab * shape.hidden
         cluster = each.asked.cluster
         return float(largest * min(cluster.num_devices, _devices_of_host(each.asked)))
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
+        profile = self.training.profile
+        rows = {"seq_tokens": self.training.seq_tokens}
         return {
             "fits": self.fits,
             "model": {
@@ -110,8 +134,10 @@ class PricedJob:
                 "params": self.num_params,
                 "trained": self.num_trained,
             },
-            "data": self.training.profile.to_dict(),
+            "data": profile.to_dict() if profile is not None else rows,
+            "precision": self.training.precision,
             "steps": self.training.num_steps,
+            "of_one_step": self.of_one_step,
             "batch_tokens": self.training.batch_tokens,
             "checkpoint_bytes": self.checkpoint_bytes,
             "model_bytes": self.model_bytes,
@@ -122,6 +148,8 @@ class PricedJob:
                 {"change": each.change, "flags": each.flags} | each.answer.to_dict()
                 for each in self.nearest
             ],
+            "sizes": [each.to_dict() for each in self.sizes],
+            "largest": [each.to_dict() for each in self.largest],
             "notes": list(self.notes),
         }
 
@@ -138,36 +166,49 @@ def is_simulated(job: Job) -> bool:
     return job.model.name in _SIMULATED_ONLY or bool(axes or named or job.train.item_tokens)
 
 
-def price_job(job: Job, on: str = "", *, whole_epoch: bool = False) -> PricedJob:
+def price_job(job: Job, question: Question | None = None) -> PricedJob:
     """Price a job on every cluster that it names.
 
     Args:
-        on: clusters separated by commas, instead of `plan.on`.
-        whole_epoch: one pass over the data where the job says neither steps nor epochs.
+        question: what is asked beside the job's own keys.
 
     Raises:
         JobError: from the model, the data or the clusters; for limits that contradict each other.
     """
-    clusters = asked_clusters(on or job.plan.on)
+    asks = question or Question()
+    clusters = asked_clusters(asks.on or job.plan.on)
     for each in clusters:
         _require_devices(job, each)
-    model = _model_of(job)
-    training = _training(job, model, whole_epoch=whole_epoch)
+    model = priced_model(job)
+    training, of_one_step = _training(job, model, asks)
+    _require_length(job, asks, of_one_step=of_one_step)
     notes: list[str] = [each.note for each in clusters if each.note]
     options: dict[str, Any] = {
         "minimise": job.objective.minimise,
         "limit_bytes": job.limits.memory_bytes,
+        "limit_s": job.limits.time_s,
+        "budget_usd": asks.budget_usd,
     }
     answers = []
     for asked in clusters:
         chosen, note = _with_mesh(training, job, asked)
         notes += [note] if note else []
-        answers.append(answer(chosen, asked, limit_s=job.limits.time_s, **options))
+        answers.append(answer(chosen, asked, **options))
     nearest: list[Nearest] = []
     if not any(each.fits for each in answers):
-        nearest = nearest_that_fit(min(answers, key=_missing_frac), **options)
+        closest = min(answers, key=_missing_frac)
+        limit = job.limits.memory_bytes
+        nearest = nearest_that_fit(closest, minimise=job.objective.minimise, limit_bytes=limit)
     return PricedJob(
-        job=job, model=model, training=training, answers=answers, nearest=nearest, notes=notes
+        job=job,
+        model=model,
+        training=training,
+        answers=answers,
+        nearest=nearest,
+        sizes=[smallest_size(each, **options) for each in answers] if asks.sizes else [],
+        largest=[largest_of(asks.largest, each) for each in answers] if asks.largest else [],
+        of_one_step=of_one_step,
+        notes=notes,
     )
 
 
@@ -183,38 +224,26 @@ def _require_devices(job: Job, asked: AskedCluster) -> None:
         raise JobError("job/bad-value", "plan.devices", job.plan.devices, rule, legal=[0, number])
 
 
-def _model_of(job: Job) -> NamedModel:
-    name = job.model.name
-
-    def log(text: str) -> None:
-        print(text, file=sys.stderr)
-
-    if name == "tiny" or name.endswith(".gguf"):
-        source = model_source(job, log, weights=False)
-        return NamedModel(name, source.config, "the job", source.tokenizer_folder)
-    return named_model(name, log)
+def _require_length(job: Job, asks: Question, *, of_one_step: bool) -> None:
+    """A deadline and a budget are of a whole job."""
+    if of_one_step and (job.limits.time_s or asks.budget_usd):
+        rule = "a deadline or a budget needs the length of the job: --tokens 15T or --train.steps"
+        raise JobError("job/missing", "--tokens", None, rule)
 
 
-def _training(job: Job, model: NamedModel, *, whole_epoch: bool) -> Training:
-    config = model.config.with_dtype(job.model.dtype)
-    with _said_if_slow(f"counting the tokens of {job.data.source}; the next time they are known"):
-        profile = profile_of(model, data_settings(job, config))
+def _training(job: Job, model: PricedModel, asks: Question) -> tuple[Training, bool]:
+    """The job as numbers, and whether nothing says how long it is."""
     lora = None
     if job.train.method == "lora":
         targets = tuple(job.train.lora_targets) or PROJECTIONS
         lora = LoraSpec(rank=job.train.lora_rank, alpha=job.train.lora_alpha, targets=targets)
-    if 0 < job.plan.row_tokens < profile.longest:
-        rule = f"a document has {profile.longest} tokens and is never cut between rows"
-        where = "plan.row_tokens"
-        raise JobError("job/bad-value", where, job.plan.row_tokens, rule, legal=[profile.longest])
-    is_open = not {"train.steps", "train.epochs"} & set(job.origin)
-    return Training(
-        config=config,
-        profile=profile,
+    given = Training(
+        config=model.config.with_dtype(job.model.dtype) if model.config else None,
+        known_shape=model.shape,
         method=job.train.method,
         lora=lora,
         batch_tokens=job.train.global_batch_tokens,
-        epochs=1.0 if whole_epoch and is_open else job.train.epochs,
+        epochs=job.train.epochs,
         steps=job.train.steps,
         master_dtype=job.train.master_dtype,
         checkpoints=job.plan.keep_checkpoints + 1 if job.plan.checkpoint_every else 1,
@@ -223,7 +252,47 @@ def _training(job: Job, model: NamedModel, *, whole_epoch: bool) -> Training:
             recompute=(job.plan.recompute,) if "plan.recompute" in job.origin else RECOMPUTE,
             row_tokens=job.plan.row_tokens,
         ),
+        precision=asks.precision,
+        base_bits=asks.base_bits,
+        expert_imbalance=asks.expert_imbalance,
+        software=asks.software,
     )
+    is_open = not {"train.steps", "train.epochs"} & set(job.origin)
+    if asks.seq_tokens:
+        return _fixed_rows(given, model, asks, is_open=is_open)
+    profile = _profile(job, model)
+    if 0 < job.plan.row_tokens < profile.longest:
+        rule = f"a document has {profile.longest} tokens and is never cut between rows"
+        where = "plan.row_tokens"
+        raise JobError("job/bad-value", where, job.plan.row_tokens, rule, legal=[profile.longest])
+    epochs = 1.0 if asks.whole_epoch and is_open else job.train.epochs
+    return replace(given, profile=profile, epochs=epochs), False
+
+
+def _fixed_rows(
+    given: Training, model: PricedModel, asks: Question, *, is_open: bool
+) -> tuple[Training, bool]:
+    """Rows of one length, that the model has positions for and that fill the batch."""
+    seq, batch = asks.seq_tokens, given.batch_tokens
+    if model.most_tokens and seq > model.most_tokens:
+        rule = f"{model.name} has positions for {model.most_tokens:,} tokens"
+        raise JobError("job/bad-value", "--seq", seq, rule, legal=[model.most_tokens])
+    if batch % seq:
+        rule = f"must be a whole number of rows of {seq:,} tokens"
+        rows = nearest_numbers(batch, [max(1, batch // seq) * seq, (batch // seq + 1) * seq])
+        raise JobError("job/bad-value", "--global-tokens", batch, rule, legal=rows)
+    steps = given.steps
+    if asks.total_tokens:
+        steps = ceil(asks.total_tokens / batch)
+    of_one_step = is_open and not asks.total_tokens
+    return replace(
+        given, seq_tokens=seq, epochs=0.0, steps=1 if of_one_step else steps
+    ), of_one_step
+
+
+def _profile(job: Job, model: PricedModel) -> DataProfile:
+    with _said_if_slow(f"counting the tokens of {job.data.source}; the next time they are known"):
+        return profile_of(model, data_settings(job, model.config))
 
 
 @contextmanager
@@ -246,43 +315,4 @@ def _with_mesh(training: Training, job: Job, asked: AskedCluster) -> tuple[Train
     mesh = fixed_mesh(job.plan.mesh, asked.cluster.num_devices)
     if mesh is None:
         return training, f"plan.mesh ({shape}) is not for {asked.text}: its meshes were searched"
-    kept = replace(training, choice=replace(training.choice, mesh=mesh))
-    return kept, f"{asked.text}: the job's mesh ({shape}) was kept"
-
-
-def lockfile(priced: PricedJob, chosen: Answer) -> Plan:
-    """The plan of one cluster."""
-    assert chosen.best is not None
-    cluster, best = chosen.asked.cluster, chosen.best
-    report = Report("prediction")
-    expected_s = 3600 * chosen.hours[0]
-    note = chosen.efficiency.describe()
-    steps = priced.training.num_steps
-    report.add("training/step time", expected_s / steps, "s", "formula", note=note)
-    report.add("training/all steps", expected_s, "s", "formula", note=note)
-    peak = best.sized.peak_bytes
-    report.add("training/peak memory of a rank", peak, "bytes", "formula")
-    layout = best.candidate.layout
-    role = RoleProgram(
-        pool="all",
-        mesh=layout.mesh.to_dict(),
-        specs=layout.tables(),
-        batch={"row_tokens": best.candidate.row_tokens},
-        dtypes={
-            "compute": priced.job.model.dtype,
-            "master": priced.job.train.master_dtype,
-            "reduce": "float32",
-        },
-        recompute=best.candidate.recompute,
-        device="tpu" if cluster.machine.cores_per_device else "cuda",
-    )
-    return Plan(
-        job=priced.job.name,
-        job_key=priced.job.result_key,
-        hardware=cluster.to_dict(),
-        pools={
-            "all": Pool(machine=cluster.machine.name, devices=tuple(range(cluster.num_devices)))
-        },
-        programs={"train": role},
-        predictions=[asdict(row) for row in report.rows],
-    )
+    return training.with_mesh(mesh), f"{asked.text}: the job's mesh ({shape}) was kept"

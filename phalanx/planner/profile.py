@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import numpy as np
 
@@ -23,9 +23,9 @@ from phalanx.data.samples import Audit, Samples
 from phalanx.data.sources import content_hash
 from phalanx.data.store import Prepared, read_prepared, write_account
 from phalanx.data.tokenise import Encoded, TextTokenizer
+from phalanx.models.config import DecoderConfig
 from phalanx.models.demo import DEMO_MODEL
 from phalanx.models.file_head import demo_tokenizer_folder
-from phalanx.models.named import NamedModel
 
 FORMAT_VERSION = 1
 # python-docs of Python 3.11 by Gemma 3's tokenizer: 4.3 bytes of content a token beside 5 tokens of
@@ -84,7 +84,16 @@ class DataProfile:
         }
 
 
-def profile_of(model: NamedModel, settings: DataSettings) -> DataProfile:
+class Worded(Protocol):
+    """A model whose tokenizer may be here."""
+
+    @property
+    def config(self) -> DecoderConfig | None: ...
+    @property
+    def tokenizer_folder(self) -> Path | None: ...
+
+
+def profile_of(model: Worded, settings: DataSettings) -> DataProfile:
     """Read, count and remember the samples of a source.
 
     Args:
@@ -96,7 +105,8 @@ def profile_of(model: NamedModel, settings: DataSettings) -> DataProfile:
     own = model.tokenizer_folder
     if own is not None:
         return _profile(settings, own, "the model's own tokenizer", is_assumption=False)
-    if "gemma" in model.config.family and (relative := demo_tokenizer_folder()) is not None:
+    is_gemma = model.config is not None and "gemma" in model.config.family
+    if is_gemma and (relative := demo_tokenizer_folder()) is not None:
         text = f"the tokenizer of {DEMO_MODEL}; this model's is not here"
         return _profile(settings, relative, text, is_assumption=True)
     text = (

@@ -59,7 +59,8 @@ def list_plans(
     table = _split_tokens(table, sizes, illegal)
     table = _split_rows(table, sizes, illegal)
     table = _spread_experts(table, sizes, illegal)
-    table = _states(table, sizes, trains_all=trains_all)
+    near = mesh.get("shard", 1) if mesh else np.maximum(1, sizes.domain // table["tensor"])
+    table = _states(table.joined(near=near + 0 * table["tensor"]), trains_all=trains_all)
     if mesh:
         table = table.keep(_states_like(table, mesh))
     table = _stages(table, sizes, illegal)
@@ -117,18 +118,16 @@ def _spread_experts(table: Table, sizes: Sizes, illegal: Counter[str]) -> Table:
     table = table.cross({"is_cut": (0, 1)})
     table = table.keep((table["is_cut"] == 0) | (table["tensor"] > 1))
     cut = np.where(table["is_cut"] == 1, table["tensor"], 1)
-    columns = {name: each for name, each in table.columns.items() if name != "is_cut"}
-    table = Table(columns | {"expert_tensor": cut})
+    table = table.without("is_cut").joined(expert_tensor=cut)
     return table.obey(illegal, expert_rules(sizes, table))
 
 
-def _states(table: Table, sizes: Sizes, *, trains_all: bool) -> Table:
-    """Replicas; moments, gradients or weights sharded over all ranks that hold the same, or over
-    those of a domain with replicas across domains."""
+def _states(table: Table, *, trains_all: bool) -> Table:
+    """Replicas; moments, gradients or weights sharded over all ranks that hold the same, or weights
+    over `near` of them with replicas of these groups."""
     table = table.cross(_STATES).cross({"is_near": (0, 1)})
-    zero, is_near, tensor = table["zero"], table["is_near"] == 1, table["tensor"]
+    zero, is_near, near = table["zero"], table["is_near"] == 1, table["near"]
     ranks = table["data"] * table["context"]
-    near = np.maximum(1, sizes.domain // tensor)
     has_pipeline = table["pipeline"] > 1
     is_hybrid = (1 < near) & (near < ranks) & (ranks % near == 0) & (zero == 3)
     kept = np.where(zero == 0, ~is_near, ranks > 1) & (~is_near | is_hybrid)
@@ -136,8 +135,7 @@ def _states(table: Table, sizes: Sizes, *, trains_all: bool) -> Table:
     if not trains_all:
         kept &= (zero == 0) | (zero == 3) | (has_pipeline & (zero == 1))
     shard = np.where(zero == 0, 1, np.where(is_near, near, ranks))
-    columns = {name: each for name, each in table.columns.items() if name != "is_near"}
-    return Table(columns | {"shard": shard}).keep(kept)
+    return table.without("is_near", "near").joined(shard=shard).keep(kept)
 
 
 def _stages(table: Table, sizes: Sizes, illegal: Counter[str]) -> Table:

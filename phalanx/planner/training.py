@@ -1,37 +1,36 @@
-"""A training job as numbers, whatever it runs on: model, samples, batch, what plans share."""
+"""A training job as numbers, whatever it runs on: model, rows, batch, what is left open."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import prod
 
-from phalanx.cost.cluster_step import OperatorGroup
-from phalanx.cost.step_memory import Unit
-from phalanx.cost.step_work import Workload, workload_of
-from phalanx.data.batches import SampleStream, num_steps, step_samples
-from phalanx.layout.placement import divisors
+from phalanx.cost.model_shape import ModelShape, shape_of
+from phalanx.cost.training_plans import RECOMPUTE
+from phalanx.data.batches import SampleStream, num_steps
+from phalanx.hardware import Machine
 from phalanx.models.config import DecoderConfig
 from phalanx.models.spec import LoraSpec
-from phalanx.planner.candidates import Choice, Layout
 from phalanx.planner.profile import DataProfile
+from phalanx.planner.rows import DealtRows, FixedRows, Rows
 
-_DEALT_STEPS = 8  # of the data, to see what a typical step holds
-_DEALT_DOCUMENTS = 2048  # of a step
+_AXES = ("replicate", "shard", "tp")
 
 
 @dataclass(frozen=True)
-class Parts:
-    """What many candidates share, filled as it is asked for.
+class Choice:
+    """Values that a job leaves open, or has fixed.
 
     Attributes:
-        groups: (tensor degree, tokens split, document tokens) -> operators of a rank.
-        saved: the same and recomputation -> bytes that autograd keeps of a token.
-        units: tensor degree, sharding -> units of the data specs.
+        recompute, row_tokens: values to try; 0 tokens: as many as the rows ask for.
+        mesh: axis sizes that the job names for this many devices; None: open.
     """
 
-    groups: dict[tuple, tuple[OperatorGroup, ...]] = field(default_factory=dict)
-    saved: dict[tuple, float] = field(default_factory=dict)
-    units: dict[tuple, list[Unit]] = field(default_factory=dict)
+    recompute: Sequence[str] = RECOMPUTE
+    row_tokens: int = 0
+    mesh: Mapping[str, int] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,16 +38,25 @@ class Training:
     """What is trained, wherever it runs.
 
     Attributes:
-        config: sizes; its dtype is that of compute and of frozen weights.
+        config: sizes of a decoder that Phalanx computes; its dtype is that of compute and of frozen
+            weights. None: another one, known by `known_shape` alone.
+        known_shape: of a model without `config`.
+        profile: of a data file; None: rows of `seq_tokens`.
         method: "lora", "full" or "pretrain"; lora: the adapters, None otherwise.
         batch_tokens: of one optimizer step.
         epochs: passes over the samples, or 0 and `steps`.
         master_dtype: of what is trained.
         checkpoints: kept at most at once.
+        precision: of matrix products: "bf16", "fp8", "fp4".
+        base_bits: of frozen weights (QLoRA: 4).
+        expert_imbalance: tokens of the busiest expert rank over the mean.
+        software: whose efficiency and memory are assumed; "": by the machine.
     """
 
-    config: DecoderConfig
-    profile: DataProfile
+    config: DecoderConfig | None = None
+    known_shape: ModelShape | None = None
+    profile: DataProfile | None = None
+    seq_tokens: int = 0
     method: str = "lora"
     lora: LoraSpec | None = None
     batch_tokens: int = 4096
@@ -58,67 +66,53 @@ class Training:
     checkpoints: int = 1
     seed: int = 0
     choice: Choice = field(default_factory=Choice)
+    precision: str = "bf16"
+    base_bits: int = 16
+    expert_imbalance: float = 1.0
+    software: str = ""
 
     @cached_property
-    def stream(self) -> SampleStream:
-        """The samples in training order."""
-        return SampleStream(self.profile.samples, self.seed)
+    def shape(self) -> ModelShape:
+        """Sizes for prices."""
+        if self.known_shape is not None:
+            return self.known_shape
+        assert self.config is not None
+        return shape_of(self.config)
+
+    @cached_property
+    def rows(self) -> Rows:
+        """Of a batch."""
+        fixed = self.choice.row_tokens
+        if self.profile is None:
+            return FixedRows(self.seq_tokens, self.batch_tokens // self.seq_tokens, fixed)
+        return DealtRows(
+            self.profile.samples, self.shape, self.batch_tokens, self.num_steps, self.seed, fixed
+        )
 
     @cached_property
     def num_steps(self) -> int:
         """Optimizer steps of the whole job."""
-        if self.epochs:
-            return num_steps(self.stream, self.epochs, self.batch_tokens)
+        if self.epochs and self.profile is not None:
+            stream = SampleStream(self.profile.samples, self.seed)
+            return num_steps(stream, self.epochs, self.batch_tokens)
         return self.steps
-
-    @cached_property
-    def documents_of_a_step(self) -> int:
-        """Of the first one."""
-        return len(step_samples(self.stream, 0, self.batch_tokens))
 
     @property
     def casts(self) -> bool:
         """Whether what is trained is kept in another dtype than computes."""
-        return self.method != "lora" and self.master_dtype != self.config.dtype
+        computes = self.config.dtype if self.config is not None else "bfloat16"
+        return self.method != "lora" and self.master_dtype != computes
 
-    @cached_property
-    def works(self) -> dict[tuple[int, int], Workload]:
-        """(data ranks, row tokens) -> what a rank computes; filled as it is asked for."""
-        return {}
+    def software_on(self, machine: Machine) -> str:
+        """Key of the efficiency and memory tables."""
+        return self.software or ("maxtext" if machine.cores_per_device else "torch")
 
-    @cached_property
-    def parts(self) -> Parts:
-        """What plans share, on all clusters."""
-        return Parts()
-
-    def work(self, layout: Layout, row_tokens: int) -> Workload:
-        """What a rank of a layout computes in a typical step."""
-        key = (layout.num_data_ranks, row_tokens)
-        if key not in self.works:
-            fold = _fold(layout.num_data_ranks, self.documents_of_a_step)
-            self.works[key] = workload_of(
-                self.profile.samples,
-                self.config,
-                num_steps=min(self.num_steps, _DEALT_STEPS),
-                global_batch_tokens=self.batch_tokens // fold,
-                row_tokens=row_tokens,
-                num_ranks=layout.num_data_ranks // fold,
-                seed=self.seed,
-                lora=self.lora,
-            )
-        return replace(
-            self.works[key],
-            tensor_degree=layout.tensor,
-            splits_tokens=layout.splits_tokens,
-            num_steps=self.num_steps,
-        )
+    def with_mesh(self, mesh: Mapping[str, int]) -> Training:
+        """Keeping to the axis sizes that a job names."""
+        return replace(self, choice=replace(self.choice, mesh=mesh))
 
 
-def _fold(num_ranks: int, num_documents: int) -> int:
-    """Part of the ranks, and of a step's documents, that is dealt: the largest with few enough.
-
-    Ranks are dealt alike, so a part of them has the same rows; the heaviest of fewer ranks is a
-    little lighter.
-    """
-    legal = divisors(num_ranks)
-    return next((fold for fold in legal if num_documents <= fold * _DEALT_DOCUMENTS), legal[-1])
+def fixed_mesh(mesh: Mapping[str, int], num_devices: int) -> Mapping[str, int] | None:
+    """The job's mesh, if it is one of the axes of a training run and fits the cluster."""
+    is_searched = set(mesh) <= set(_AXES)
+    return mesh if mesh and is_searched and prod(mesh.values()) == num_devices else None

@@ -5,7 +5,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from phalanx.errors import JobError, PhalanxError
-from phalanx.planner.clusters import asked_clusters, device_rates
+from phalanx.planner.clusters import asked_clusters
 
 
 def test_clusters_are_read_in_their_order_and_a_slice_says_how_many_chips_it_is():
@@ -61,9 +61,3 @@ def test_any_text_is_a_list_of_clusters_or_refused(text):
         assert "\n" not in str(error)
     else:
         assert len(found) == text.count(",") + 1
-
-
-def test_rates_are_the_figures_of_the_machine():
-    (h100,) = asked_clusters("h100")
-    rates = device_rates(h100.cluster.machine, 2.0)
-    assert rates.flops_per_s == 2 * 794.5e12 and rates.network_bytes_per_s == 50e9

@@ -1,0 +1,60 @@
+"""The lockfile of a priced job: what `phalanx train` is given."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+from phalanx.errors import JobError
+from phalanx.plan import Plan, Pool, RoleProgram
+from phalanx.planner.answers import Answer, PricedPlan
+from phalanx.planner.price import PricedJob
+from phalanx.report import Report
+
+
+def lockfile(priced: PricedJob, chosen: Answer) -> Plan:
+    """The plan of one cluster: the best one that `phalanx train` runs.
+
+    Raises:
+        JobError: `job/bad-value` where none that fits does.
+    """
+    best = chosen.runnable
+    if best is None:
+        assert chosen.best is not None
+        needs = ", ".join(chosen.best.sized.missing)
+        rule = f"no plan that fits {chosen.asked.text} can be run by `phalanx train` yet: {needs}"
+        raise JobError("job/bad-value", "--output", chosen.asked.text, rule)
+    cluster, training = chosen.asked.cluster, priced.training
+    layout = best.sized.layout(training)
+    role = RoleProgram(
+        pool="all",
+        mesh=layout.mesh.to_dict(),
+        specs=layout.tables(),
+        batch={"row_tokens": best.sized.row_limit},
+        dtypes={
+            "compute": priced.job.model.dtype,
+            "master": priced.job.train.master_dtype,
+            "reduce": "float32",
+        },
+        recompute=best.sized.recompute,
+        device="tpu" if cluster.machine.cores_per_device else "cuda",
+    )
+    return Plan(
+        job=priced.job.name,
+        job_key=priced.job.result_key,
+        hardware=cluster.to_dict(),
+        pools={
+            "all": Pool(machine=cluster.machine.name, devices=tuple(range(cluster.num_devices)))
+        },
+        programs={"train": role},
+        predictions=[asdict(row) for row in _predicted(priced, chosen, best).rows],
+    )
+
+
+def _predicted(priced: PricedJob, chosen: Answer, best: PricedPlan) -> Report:
+    report = Report("prediction")
+    step_s, steps = best.total_s, priced.training.num_steps
+    report.add("training/step time", step_s, "s", "formula", note=chosen.source)
+    report.add("training/all steps", step_s * steps, "s", "formula", note=chosen.source)
+    peak = best.sized.peak_bytes
+    report.add("training/peak memory of a rank", peak, "bytes", "formula")
+    return report

@@ -1,0 +1,71 @@
+"""The model of a job as a planner needs it: sizes, positions, a tokenizer where there is one."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from phalanx.cost.model_shape import ModelShape
+from phalanx.job import Job
+from phalanx.models.config import DecoderConfig
+from phalanx.models.known import known_shape
+from phalanx.models.named import is_here, named_model
+from phalanx.models.source import model_source
+
+
+@dataclass(frozen=True, kw_only=True)
+class PricedModel:
+    """What is known of it.
+
+    Attributes:
+        config: sizes of a decoder that Phalanx computes; None for other architectures.
+        shape: of those; None where there is a config.
+        source: where the sizes come from.
+        tokenizer_folder: with the model's own tokenizer.json; None where it is not here.
+    """
+
+    name: str
+    config: DecoderConfig | None
+    shape: ModelShape | None
+    source: str
+    tokenizer_folder: Path | None = None
+
+    @property
+    def most_tokens(self) -> int:
+        """Positions that the model was made for; 0: not known."""
+        if self.config is not None:
+            return self.config.max_positions
+        return self.shape.learned_positions if self.shape is not None else 0
+
+
+def priced_model(job: Job) -> PricedModel:
+    """The model that a job names: one that is here, one whose shape is known, one of the Hub.
+
+    Raises:
+        JobError: from `named_model` and `model_source`.
+    """
+    name = job.model.name
+    if name == "tiny" or name.endswith(".gguf"):
+        source = model_source(job, _log, weights=False)
+        return PricedModel(
+            name=name,
+            config=source.config,
+            shape=None,
+            source="the job",
+            tokenizer_folder=source.tokenizer_folder,
+        )
+    if not is_here(name) and (shape := known_shape(name)) is not None:
+        return PricedModel(name=name, config=None, shape=shape, source=shape.source)
+    named = named_model(name, _log)
+    return PricedModel(
+        name=named.name,
+        config=named.config,
+        shape=None,
+        source=named.source,
+        tokenizer_folder=named.tokenizer_folder,
+    )
+
+
+def _log(text: str) -> None:
+    print(text, file=sys.stderr)

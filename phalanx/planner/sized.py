@@ -1,0 +1,146 @@
+"""Every legal plan of a cluster for a training job, with its memory (`cost.training_memory`)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from phalanx.cost.training_memory import MemoryTerms, training_memory
+from phalanx.cost.training_plans import COLUMNS, RECOMPUTE, TrainingPlans
+from phalanx.hardware import Cluster
+from phalanx.planner.answers import SizedPlan
+from phalanx.planner.columns import Table
+from phalanx.planner.legality import sizes_of
+from phalanx.planner.runnable import obstacles
+from phalanx.planner.space import list_plans
+from phalanx.planner.training import Training
+
+
+def limit_of(cluster: Cluster, limit_bytes: float) -> float:
+    """Bytes that a rank may fill: what the device leaves, or less where the job says so."""
+    usable = cluster.machine.usable_bytes
+    return min(limit_bytes, usable) if limit_bytes else usable
+
+
+@dataclass(frozen=True)
+class SizedPlans:
+    """Every legal plan of a cluster with its memory.
+
+    Attributes:
+        table: columns of `TrainingPlans`, "longest_tokens" and "row_limit".
+        plans: the same, for time.
+        illegal: reason -> layouts.
+    """
+
+    training: Training
+    table: Table
+    plans: TrainingPlans
+    memory: MemoryTerms
+    illegal: Mapping[str, int]
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def at(self, index: int) -> SizedPlan:
+        """One of them."""
+        blocked = _obstacles(self.training, self.table.columns)
+        return SizedPlan(
+            row=self.plans.row(index),
+            row_limit=int(self.table["row_limit"][index]),
+            terms={name: float(column[index]) for name, column in self.memory.terms.items()},
+            high_bytes=float(self.memory.high_bytes[index]),
+            host_bytes=float(self.memory.host_bytes[index]),
+            missing=tuple(reason for reason, is_blocked in blocked.items() if is_blocked[index]),
+        )
+
+    def runnable(self) -> np.ndarray:
+        """Which of them `phalanx train` runs."""
+        found = np.ones(len(self), dtype=bool)
+        for is_blocked in _obstacles(self.training, self.table.columns).values():
+            found &= ~is_blocked
+        return found
+
+    def smallest(self, only: np.ndarray | None = None) -> SizedPlan | None:
+        """The plan that needs the least memory, of those in a mask; None when there is none."""
+        at = np.arange(len(self)) if only is None else np.flatnonzero(only)
+        return self.at(int(at[self.memory.peak_bytes[at].argmin()])) if len(at) else None
+
+
+def _obstacles(training: Training, columns: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    has_experts = any(layer.feed_forward.num_experts for layer in training.shape.layers)
+    found = obstacles(columns, casts=training.casts, has_experts=has_experts)
+    everywhere = np.ones(len(columns["tensor"]), dtype=bool)
+    for reason, is_so in (
+        ("this architecture", training.config is None),
+        (f"products in {training.precision}", training.precision != "bf16"),
+        (f"frozen weights of {training.base_bits} bits", training.base_bits != 16),
+    ):
+        if is_so:
+            found[reason] = everywhere
+    return found
+
+
+def sized_plans(training: Training, cluster: Cluster, limit_bytes: float = 0.0) -> SizedPlans:
+    """List the legal plans of a cluster and what memory they need.
+
+    Moments move to host memory in plans that would not fit otherwise; elsewhere that only costs
+    time.
+    """
+    rows, choice = training.rows, training.choice
+    sizes = sizes_of(
+        training.shape,
+        row_tokens=rows.longest,
+        rows=rows.most_ranks,
+        is_fixed=rows.is_fixed,
+        domain=cluster.machine.devices_per_domain,
+    )
+    illegal: Counter[str] = Counter()
+    table = list_plans(
+        sizes,
+        cluster.num_devices,
+        rows.options,
+        recompute=[RECOMPUTE.index(each) for each in choice.recompute],
+        trains_all=training.method != "lora",
+        illegal=illegal,
+        mesh=choice.mesh,
+    )
+    table = table.joined(offload=np.zeros(len(table)))
+    found = _sized(training, cluster, table, illegal)
+    if training.method == "lora" or not len(table):
+        return found
+    too_large = found.memory.peak_bytes > limit_of(cluster, limit_bytes)
+    if not too_large.any():
+        return found
+    apart = table.keep(too_large)
+    return _sized(
+        training, cluster, table.stacked(apart.joined(offload=np.ones(len(apart)))), illegal
+    )
+
+
+def _sized(
+    training: Training, cluster: Cluster, table: Table, illegal: Mapping[str, int]
+) -> SizedPlans:
+    columns = {name: table[name] for name in COLUMNS if name in table.columns}
+    plans = TrainingPlans(
+        **columns,
+        expert_imbalance=training.expert_imbalance,
+        method=training.method,
+        lora_rank=training.lora.rank if training.lora else 0,
+        base_bits=training.base_bits,
+        precision=training.precision,
+        software=training.software_on(cluster.machine),
+    )
+    longest = replace(plans, row_tokens=table["longest_tokens"])
+    memory = training_memory(training.shape, longest, cluster.machine)
+    return SizedPlans(training, table, plans, memory, illegal)
+
+
+def smallest_plan(training: Training, cluster: Cluster) -> SizedPlan | None:
+    """The plan that needs the least memory of a rank, one that runs where any does; None when no
+    plan is legal."""
+    plans = sized_plans(training, cluster)
+    runs = plans.runnable()
+    return plans.smallest(runs if runs.any() else None)

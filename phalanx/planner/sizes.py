@@ -1,0 +1,89 @@
+"""How many devices of a kind meet a deadline and a budget, and what the fewest of them cost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import ceil, log2
+from typing import Any
+
+from phalanx.hardware import Cluster
+from phalanx.planner.answers import Answer
+from phalanx.planner.clusters import AskedCluster
+from phalanx.planner.search import answer
+from phalanx.planner.sized import limit_of
+
+_MOST_DEVICES = 1 << 17
+_TRIED = 6  # sizes, each twice the one before
+
+
+@dataclass(frozen=True)
+class Size:
+    """The least number of devices of a kind that meets the limits.
+
+    Attributes:
+        asked: the answer for the cluster that was named.
+        found: for the fewest devices, of 1, 2, 4, ...; None where no number does.
+        why_not: what stands against it, in words.
+    """
+
+    asked: Answer
+    found: Answer | None
+    why_not: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "machine": self.asked.asked.cluster.machine.name,
+            "found": self.found.to_dict() if self.found else None,
+            "why_not": self.why_not,
+        }
+
+
+def smallest_size(
+    asked: Answer,
+    *,
+    limit_s: float = 0.0,
+    budget_usd: float = 0.0,
+    **options: Any,
+) -> Size:
+    """The fewest devices of the same kind that meet all limits.
+
+    Fewer devices are cheaper, since more of them never use their time better; so the first size
+    that meets the deadline is the cheapest that does.
+
+    Args:
+        options: of `planner.search.answer`.
+    """
+    training, machine = asked.training, asked.asked.cluster.machine
+    cheapest: Answer | None = None
+    for number in _numbers(asked, limit_s):
+        cluster = Cluster(machine, number)
+        where = AskedCluster(str(cluster), cluster)
+        found = answer(training, where, limit_s=limit_s, budget_usd=budget_usd, **options)
+        if found.verdict == "fits":
+            return Size(asked, found)
+        if found.is_too_dear and not found.is_too_slow:
+            cheapest = found
+            break
+    if cheapest is not None:
+        usd = cheapest.dollars[0]
+        text = f"{cheapest.asked.text} is the cheapest that is fast enough and costs ${usd:,.0f}"
+        return Size(asked, None, "no price is known" if usd == float("inf") else text)
+    return Size(asked, None, f"no number of devices up to {_MOST_DEVICES:,} was found")
+
+
+def _numbers(asked: Answer, limit_s: float) -> Iterator[int]:
+    """Powers of two, from what weights and FLOPs need at the very least."""
+    training, cluster = asked.training, asked.asked.cluster
+    shape, machine = training.shape, cluster.machine
+    held = 2.0 * shape.num_params / limit_of(cluster, 0.0)
+    least = held
+    if limit_s:
+        passes = 2.0 if training.method == "lora" else 3.0
+        flops = passes * shape.product_flops_per_token * training.batch_tokens * training.num_steps
+        least = max(held, flops / (machine.matmul_flops_per_s(training.precision) * limit_s))
+    first = max(0, ceil(log2(least)))
+    for exponent in range(first, first + _TRIED):
+        if 1 << exponent <= _MOST_DEVICES:
+            yield 1 << exponent
