@@ -65,6 +65,7 @@ class Matcher:
         self._group_of_members: dict[GroupName, int] = {}
         self._issued: dict[tuple[GroupName, int], int] = {}
         self._tensors: dict[tuple[str, str], int] = {}
+        self._members: dict[tuple[str, int], tuple[int, ...]] = {}  # axis and first rank
 
     def size(self, key: int) -> int:
         """How many entries meet at a collective's key."""
@@ -79,7 +80,11 @@ class Matcher:
         if action.members:
             return action.members
         self.mesh.require_axis(action.axis, f"axis of {action.label or action.operator}")
-        return self.mesh.group(rank, action.axis)
+        stride = stride_of(self.mesh, action.axis)
+        first = rank - rank // stride % self.mesh.degree(action.axis) * stride
+        if (action.axis, first) not in self._members:
+            self._members[action.axis, first] = self.mesh.group(rank, action.axis)
+        return self._members[action.axis, first]
 
     def ends(self, key: int) -> tuple[int, int]:
         """Source and target of a channel (those that play them)."""
