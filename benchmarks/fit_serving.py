@@ -225,7 +225,7 @@ def bars_of(misses: Sequence[Miss]) -> dict[str, dict[str, tuple[float, float]]]
     bars: dict[str, dict[str, tuple[float, float]]] = defaultdict(dict)
     for (metric, regime), values in sorted(by.items()):
         if len(values) >= BAR_ROWS or regime == "all":
-            low, high = np.exp(np.quantile(values, [0.05, 0.95]))
+            low, high = np.exp(np.quantile(values, [0.04, 0.96]))
             bars[metric][regime] = (min(float(low), 1.0), max(float(high), 1.0))
     return dict(bars)
 

@@ -64,12 +64,13 @@ COEFFICIENTS: Mapping[str, Coefficient] = {
     "eager": Coefficient(1.5, 0.5, {"family": 0.3}, "starts in prompts over those in decoding"),
     "request_s": Coefficient(0.02, 0.7, _LOAD, "seconds of a request before its first step"),
     "request_token_s": Coefficient(2e-6, 1.0, _LOAD, "of it for each prompt token"),
+    "hand_s": Coefficient(0.05, 0.7, {"family": 0.7}, "of handing a cache to another engine"),
     "warm_s": Coefficient(0.3, 1.0, _LOAD, "of the load's first requests, shared by all its rows"),
     "burst": Coefficient(0.1, 0.7, _LOAD, "of prompts that arrive with a full wave of others"),
     "queue": Coefficient(0.3, 0.8, _LOAD, "of the others' prompts met, by the share of prompts"),
     "stall": Coefficient(0.9, 0.3, _LOAD, "of others' prompts that delay a decoding request"),
     "together": Coefficient(0.5, 0.7, {"family": 0.4}, "of replicas that compute prompts at once"),
-    "decode_level": Coefficient(1.0, 1e-3, {"cell": 0.1}, "times a decoding step"),
+    "decode_level": Coefficient(1.0, 1e-3, {"cell": 0.15}, "times a decoding step"),
     "prefill_level": Coefficient(1.0, 1e-3, {"cell": 0.2}, "times a prompt"),
 }
 FIXED = {"chunk_tokens": 8192.0}

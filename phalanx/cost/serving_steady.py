@@ -17,7 +17,7 @@ from phalanx.cost.serving_plans import ServingPlans
 from phalanx.cost.serving_step import Rates, decode_s, kv_room_tokens, kv_token_bytes, prefill_s
 from phalanx.cost.serving_work import Column
 
-MAX_ROWS = 2048.0  # of one engine's replica, where nothing else limits it
+MAX_ROWS = 4096.0  # of one engine's replica, where nothing else limits it
 _LEAST_ROOM = 0.05
 _ROUNDS = 16  # of finding how many requests are being answered; each halves what is wrong
 
@@ -90,7 +90,8 @@ def closed_loop(plans: ServingPlans, loads: Loads, rates: Rates) -> SteadyState:
     lengthens a token by its share of a cycle; requests beyond the cache's room wait.
     """
     running = np.minimum(loads.concurrency, running_limit(plans, loads))
-    prompt_s, share_s = prompt_times(plans, loads, rates)
+    arriving = 1.0 + running / plans.attention_dp / loads.answer_tokens  # in a step
+    prompt_s, share_s = prompt_times(plans, loads, rates, arriving)
     step_s = decode_time(plans, loads, running, rates)
     others = np.maximum(running - 1.0, 0.0)
     steps = np.maximum(loads.answer_tokens - 1.0, 1.0)
@@ -131,16 +132,20 @@ def _steady(loads: Loads, ttft_s: Column, tpot_s: Column, running: Column) -> St
     )
 
 
-def prompt_times(plans: ServingPlans, loads: Loads, rates: Rates) -> tuple[Column, Column]:
-    """Seconds until a lone prompt is computed, and its share of the engine's time.
+def prompt_times(
+    plans: ServingPlans, loads: Loads, rates: Rates, batch: Column
+) -> tuple[Column, Column]:
+    """Seconds until a lone prompt is computed, and what each of `batch` takes of the engine's time.
 
-    Attention replicas that compute prompts at the same time share the experts' work; pipeline
-    stages work on several prompts at once.
+    Prompts in one chunk share its starts; attention replicas that compute prompts at the same time
+    share the experts' work; pipeline stages work on several prompts at once.
     """
     one = np.ones_like(loads.prompt_tokens)
+    batch = np.clip(batch, 1.0, np.maximum(rates["chunk_tokens"] / loads.prompt_tokens, 1.0))
     prompt_s = prefill_s(plans, loads.prompt_tokens, one, rates) * rates["prefill_level"]
+    batch_s = prefill_s(plans, loads.prompt_tokens, batch, rates) * rates["prefill_level"]
     at_once = plans.attention_dp ** np.minimum(rates["together"], 1.0)
-    return prompt_s, prompt_s / at_once / plans.pipeline
+    return prompt_s, batch_s / batch / at_once / plans.pipeline
 
 
 def decode_time(plans: ServingPlans, loads: Loads, running: Column, rates: Rates) -> Column:
@@ -172,10 +177,10 @@ def split_engines(
     The slower of both kinds sets the pace: requests queue for prompts until no more of them are
     being answered than prompts are computed.
     """
-    prompt_s, share_s = prompt_times(prompt_plans, loads, rates)
+    prompt_s, share_s = prompt_times(prompt_plans, loads, rates, np.full_like(workers[0], np.inf))
     steps = np.maximum(loads.answer_tokens - 1.0, 1.0)
     move_s = loads.prompt_tokens * kv_token_bytes(plans, loads.prompt_tokens) / plans.network
-    alone_s = request_s(loads, rates) + prompt_s + move_s
+    alone_s = request_s(loads, rates) + prompt_s + move_s + rates["hand_s"]
     limit = running_limit(plans, loads) * workers[1]
     answering = np.minimum(loads.concurrency, limit)
     for _ in range(_ROUNDS):
