@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from phalanx.cost.training_plans import CONTEXT_KINDS, RECOMPUTE, SCHEDULES, TrainingPlans
@@ -9,7 +10,7 @@ from phalanx.errors import PlanError, nearest_numbers
 from phalanx.layout.placement import divisors
 from phalanx.planner.importers.foreign import ALL_LEFT, NOT_PRICED, ForeignPlan
 
-IMPOSSIBLE = "plan/illegal"
+IMPOSSIBLE = "emit/impossible"
 _NAMES = {
     "tensor": "tensor parallel",
     "pipeline": "pipeline",
@@ -90,9 +91,10 @@ def data_ranks(foreign: ForeignPlan, num_devices: int) -> int:
         legal = [taken * each for each in _around(num_devices / taken)]
         raise PlanError(IMPOSSIBLE, "devices", num_devices, rule, legal=legal)
     data = num_devices // taken
-    if foreign.replicate and foreign.replicate > 0 and data % foreign.replicate:
-        rule = f"does not divide the {data} data ranks of {num_devices} devices"
-        near = nearest_numbers(foreign.replicate, divisors(data))
+    over = data * (foreign.context or 1)
+    if foreign.replicate and foreign.replicate > 0 and over % foreign.replicate:
+        rule = f"does not divide the {over} data x context ranks of {num_devices} devices"
+        near = nearest_numbers(foreign.replicate, divisors(over))
         raise PlanError(IMPOSSIBLE, "replicate", foreign.replicate, rule, legal=near)
     return data
 
@@ -129,7 +131,7 @@ def foreign_plans(foreign: ForeignPlan, num_devices: int, **columns: Any) -> Tra
         "virtual": foreign.virtual or 1,
         "schedule": SCHEDULES.index(foreign.schedule or "1f1b"),
         "context_kind": CONTEXT_KINDS.index(foreign.context_kind or "all-gather"),
-        "sequence_parallel": int(bool(foreign.sequence_parallel) and (foreign.tensor or 1) > 1),
+        "sequence_parallel": int(bool(foreign.sequence_parallel)),
         "micro_rows": micro,
         "row_tokens": tokens,
         "num_micro": _num_micro(foreign, data, micro),
@@ -141,7 +143,25 @@ def foreign_plans(foreign: ForeignPlan, num_devices: int, **columns: Any) -> Tra
         "precision": foreign.precision if foreign.precision not in (None, "fp32") else "bf16",
         "software": foreign.software,
     }
-    return TrainingPlans(**(given | columns))
+    return TrainingPlans(**(_canonical(given) | columns))
+
+
+def _canonical(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A plan without choices that decide nothing in it: the schedule of no pipeline, and such."""
+    kept = dict(row)
+    if row["pipeline"] == 1:
+        kept |= {"virtual": 1, "schedule": SCHEDULES.index("1f1b")}
+    if row["context"] == 1:
+        kept["context_kind"] = 0
+    if row["expert"] == 1:
+        kept["expert_tensor"] = row["tensor"]
+    if row["tensor"] == 1:
+        kept["sequence_parallel"] = 0
+    if row["zero"] < 3 or row["shard"] == 1:
+        kept["keeps_gathered"] = 0
+    if row["shard"] == 1:
+        kept["zero"] = 0
+    return kept
 
 
 def _shard(foreign: ForeignPlan, data: int, context: int) -> int:
@@ -175,7 +195,7 @@ def _around(value: float) -> list[int]:
 
 def changes(given: TrainingPlans, best: TrainingPlans) -> list[str]:
     """What to change of the given plan to have the better one: "tensor parallel 8 -> 2"."""
-    before, after = given.row(0), best.row(0)
+    before, after = _canonical(given.row(0)), _canonical(best.row(0))
     found = []
     for name, told in _NAMES.items():
         old, new = (_shown(name, table[name]) for table in (before, after))

@@ -12,7 +12,8 @@ from phalanx.errors import JobError
 from phalanx.strict import parse_toml
 
 MOST_BYTES = 1 << 20
-UNREADABLE, AMBIGUOUS, BAD_VALUE = "job/syntax", "job/syntax", "job/bad-value"
+UNREADABLE, AMBIGUOUS = "foreign/unreadable", "foreign/ambiguous"
+BAD_VALUE = "foreign/value"
 _MOST_NODES, _DEEPEST, _MERGE = 20_000, 24, "<<"
 
 

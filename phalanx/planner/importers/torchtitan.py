@@ -15,22 +15,22 @@ from phalanx.planner.importers.reading import Reading
 
 # model.name, model.flavor -> published name, layers (torchtitan/models/*/__init__.py)
 MODELS = {
-    ("llama3", "8b"): ("meta-llama/Llama-3.1-8B", 32),
-    ("llama3", "70b"): ("meta-llama/Llama-3.1-70B", 80),
-    ("llama3", "405b"): ("meta-llama/Llama-3.1-405B", 126),
+    ("llama3", "8B"): ("meta-llama/Llama-3.1-8B", 32),
+    ("llama3", "70B"): ("meta-llama/Llama-3.1-70B", 80),
+    ("llama3", "405B"): ("meta-llama/Llama-3.1-405B", 126),
     ("llama4", "17bx16e"): ("meta-llama/Llama-4-Scout-17B-16E", 48),
     ("llama4", "17bx128e"): ("meta-llama/Llama-4-Maverick-17B-128E", 48),
-    ("deepseek_v3", "16b"): ("deepseek-ai/DeepSeek-V2-Lite", 27),
-    ("deepseek_v3", "236b"): ("deepseek-ai/DeepSeek-V2", 60),
-    ("deepseek_v3", "671b"): ("deepseek-ai/DeepSeek-V3", 61),
-    ("qwen3", "0.6b"): ("Qwen/Qwen3-0.6B", 28),
-    ("qwen3", "1.7b"): ("Qwen/Qwen3-1.7B", 28),
-    ("qwen3", "4b"): ("Qwen/Qwen3-4B", 36),
-    ("qwen3", "8b"): ("Qwen/Qwen3-8B", 36),
-    ("qwen3", "14b"): ("Qwen/Qwen3-14B", 40),
-    ("qwen3", "32b"): ("Qwen/Qwen3-32B", 64),
-    ("qwen3", "30b-a3b"): ("Qwen/Qwen3-30B-A3B", 48),
-    ("qwen3", "235b-a22b"): ("Qwen/Qwen3-235B-A22B", 94),
+    ("deepseek_v3", "16B"): ("deepseek-ai/DeepSeek-V2-Lite", 27),
+    ("deepseek_v3", "236B"): ("deepseek-ai/DeepSeek-V2", 60),
+    ("deepseek_v3", "671B"): ("deepseek-ai/DeepSeek-V3", 61),
+    ("qwen3", "0.6B"): ("Qwen/Qwen3-0.6B", 28),
+    ("qwen3", "1.7B"): ("Qwen/Qwen3-1.7B", 28),
+    ("qwen3", "4B"): ("Qwen/Qwen3-4B", 36),
+    ("qwen3", "8B"): ("Qwen/Qwen3-8B", 36),
+    ("qwen3", "14B"): ("Qwen/Qwen3-14B", 40),
+    ("qwen3", "32B"): ("Qwen/Qwen3-32B", 64),
+    ("qwen3", "30B-A3B"): ("Qwen/Qwen3-30B-A3B", 48),
+    ("qwen3", "235B-A22B"): ("Qwen/Qwen3-235B-A22B", 94),
     ("gpt_oss", "20b"): ("openai/gpt-oss-20b", 24),
     ("gpt_oss", "120b"): ("openai/gpt-oss-120b", 36),
 }
@@ -77,8 +77,8 @@ def read(document: Document) -> ForeignPlan:
 def _model(reading: Reading) -> None:
     name = reading.text("model.name", default="llama3")
     flavor = reading.text("model.flavor", default="debugmodel")
-    base = str(flavor).lower().removesuffix("_flex").removesuffix("_varlen").removesuffix("_irope")
-    known, layers = MODELS.get((str(name).lower(), base), ("", 0))
+    base = str(flavor).removesuffix("_flex").removesuffix("_varlen").removesuffix("_irope")
+    known, layers = MODELS.get((str(name), base), ("", 0))
     where = f"{reading.where('model.name')}, {reading.where('model.flavor')}"
     if known:
         reading.set("model", known, where)

@@ -50,7 +50,8 @@ def read(document: Document) -> ForeignPlan:
 
 def _mixture(reading: Reading) -> None:
     paths = [key for key in reading.document.entries if key.startswith("datasets.")]
-    sources = [key for key in paths if key.endswith((".path", ".data_files"))]
+    files = [key for key in paths if key.endswith(".data_files")]
+    sources = files or [key for key in paths if key.endswith(".path")]
     if sources:
         reading.text(sources[0], "data")
     if len(sources) > 1:

@@ -1,0 +1,52 @@
+"""Plans as files of other programs: torchtitan, Megatron-LM, vLLM, verl, TRL, SkyPilot, Slurm.
+
+`emitters/<target>.py` writes one; each file says for which version it was written and what of the
+plan it does not hold. A plan that a target has no words for is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import import_module
+
+from phalanx.errors import JobError, nearest_names
+from phalanx.planner.emitters.base import Site
+from phalanx.planner.emitters.source import plan_of
+from phalanx.planner.importers.foreign import ForeignPlan
+
+TARGETS = ("megatron", "skypilot", "slurm", "torchtitan", "trl", "verl", "vllm")
+_ALIASES = {"accelerate": "trl", "megatron-lm": "megatron", "sky": "skypilot"}
+
+
+def targets() -> dict[str, str]:
+    """Name -> version that is written."""
+    return {name: _module(name).VERSION for name in TARGETS}
+
+
+def emit(target: str, plan: ForeignPlan, site: Site | None = None) -> Mapping[str, str]:
+    """A plan as files of a target.
+
+    Args:
+        target: of `TARGETS`.
+        plan: made by `plan_of`, or read from another program's file.
+        site: where it will run.
+
+    Returns:
+        File name -> text.
+
+    Raises:
+        JobError: `registry/unknown` for another target.
+        PlanError: `emit/impossible` for what the target cannot express.
+    """
+    return dict(_module(target).write(plan, site or Site()))
+
+
+def _module(target: str):
+    name = _ALIASES.get(target.lower(), target.lower())
+    if name not in TARGETS:
+        legal = nearest_names(name, TARGETS) or list(TARGETS)
+        raise JobError("registry/unknown", "--emit", target, "no such target", legal=legal)
+    return import_module(f"phalanx.planner.emitters.{name}")
+
+
+__all__ = ["TARGETS", "Site", "emit", "plan_of", "targets"]
