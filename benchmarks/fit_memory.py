@@ -1,6 +1,6 @@
 """Fits the few free figures of memory profiles to published peaks, and judges them out of fold.
 
-    python benchmarks/fit_memory.py [TABLE] [--write]
+    python benchmarks/fit_memory.py [TABLE] [--only=PROFILE] [--write]
 
 A profile's facts (dtypes, what is sharded, which rank logs) are given; `FREE` names what is fitted
 and between which bounds, by coordinate descent on the robust error of the logarithm, every source
@@ -27,14 +27,16 @@ from phalanx.lab.training_rows import TrainingRow, batches, read_training
 ROOT = Path(__file__).resolve().parents[1]
 TABLE = ROOT / "phalanx/lab/tables/training_throughput.csv.gz"
 PROFILES = ROOT / "phalanx/cost/memory_software.json"
-TOLERANCE = 0.05  # of a logarithm: errors below count by their square, above by their size
+TOLERANCE = 0.03  # of a logarithm
 FREE = {
     "nanotron": {
         "hidden_extra": (0.0, 30.0),
         "stage_input": (0.0, 20.0),
         "logit_bytes": (4.0, 20.0),
         "working_frac": (0.0, 3.0),
-        "bucket_bytes": (0.0, 4.0),
+        "token_copies": (0.0, 10.0),
+        "late_copies": (0.0, 60.0),
+        "grad_bytes": (4.0, 8.0),
     },
     "megatron": {
         "hidden_extra": (0.0, 20.0),
@@ -42,17 +44,21 @@ FREE = {
         "working_frac": (0.0, 3.0),
     },
     "megatron-deepspeed": {
+        "matrix_bytes": (3.0, 6.0),
+        "context_bytes": (2e9, 8e9),
+        "grad_bytes": (2.0, 8.0),
         "hidden_extra": (0.0, 20.0),
-        "logit_bytes": (4.0, 20.0),
-        "working_frac": (0.0, 3.0),
     },
-    "torch": {
+    "torch:2.6": {
         "hidden_extra": (0.0, 30.0),
         "logit_bytes": (4.0, 20.0),
+        "token_copies": (0.0, 10.0),
         "selective_keeps": (0.3, 1.0),
     },
 }
-LIMITS = {"nanotron": {"context_bytes": (0.5e9, 8e9)}}
+LIMITS = {"nanotron": {"context_bytes": (0.5e9, 12e9)}}
+MOST_ROWS = 10  # a source with fewer counts for less
+PRIOR_BAR, PRIOR_ROWS = 0.2, 20  # bars start there and move with more rows than so many
 
 
 def predicted(
@@ -76,9 +82,11 @@ def log_errors(rows: Sequence[TrainingRow], profile: MemoryProfile) -> dict[str,
 
 
 def loss(rows: Sequence[TrainingRow], profile: MemoryProfile) -> float:
-    """Mean over sources of the robust error of their rows."""
-    by_source = log_errors(rows, profile).values()
-    return float(np.mean([np.sqrt(1 + (e / TOLERANCE) ** 2).mean() for e in by_source]))
+    """Mean over sources of log(1 + (error / tolerance)^2), which follows the many, not the far."""
+    by_source = list(log_errors(rows, profile).values())
+    weights = [min(1.0, len(errors) / MOST_ROWS) for errors in by_source]
+    means = [np.log1p((errors / TOLERANCE) ** 2).mean() for errors in by_source]
+    return float(np.average(means, weights=weights))
 
 
 def crash_loss(rows: Sequence[TrainingRow], profile: MemoryProfile) -> float:
@@ -94,7 +102,7 @@ def fitted(rows: Sequence[TrainingRow], profile: MemoryProfile, free, cost) -> M
     """The profile with its free figures moved to where `cost` is least."""
     best, least = profile, cost(rows, profile)
     steps = {name: (high - low) / 8 for name, (low, high) in free.items()}
-    while max(steps[n] / (high - low) for n, (low, high) in free.items()) > 0.004:
+    while max(steps[n] / (high - low) for n, (low, high) in free.items()) > 0.008:
         before = least
         for name, (low, high) in free.items():
             for sign in (1, -1):
@@ -114,7 +122,12 @@ def whole_fit(rows: Sequence[TrainingRow], profile: MemoryProfile) -> MemoryProf
     made = fitted(rows, profile, FREE[profile.name], loss)
     errors = -np.concatenate(list(log_errors(rows, made).values()))
     low, high = np.quantile(errors, [0.05, 0.95])
-    made = replace(made, low_log=min(low, -0.04), high_log=max(high, 0.04))
+    trust = len(errors) / (len(errors) + PRIOR_ROWS)
+    made = replace(
+        made,
+        low_log=float(trust * min(low, 0.0) - (1 - trust) * PRIOR_BAR),
+        high_log=float(trust * max(high, 0.0) + (1 - trust) * PRIOR_BAR),
+    )
     if profile.name in LIMITS:
         made = fitted(rows, made, LIMITS[profile.name], crash_loss)
     return made
@@ -159,8 +172,9 @@ def main() -> None:
     arguments = [each for each in sys.argv[1:] if not each.startswith("--")]
     rows = [row for row in read_training(arguments[0] if arguments else TABLE) if row.is_fitted]
     table = json.loads(PROFILES.read_text())
-    found = {}
-    for name in FREE:
+    only = [each.split("=")[1] for each in sys.argv[1:] if each.startswith("--only=")]
+    found = table.get("cross_validation", {}).get("sources", {})
+    for name in only or FREE:
         start = memory_profile(name)
         mine = [
             row

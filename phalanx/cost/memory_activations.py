@@ -76,7 +76,7 @@ def _attention(attention: AttentionShape, hidden: int, profile: MemoryProfile) -
     if attention.kind == "none":
         return LayerBytes()
     heads = attention.num_heads if attention.flops_per_pair else 0
-    matrix = 5.0 * heads if profile.keeps_attention_matrix else 0.0
+    matrix = profile.matrix_bytes * heads
     values = attention.value_width
     queries = attention.num_heads * attention.head_dim
     stream = (ITEM_BYTES + profile.input_bytes) * hidden

@@ -31,7 +31,7 @@ class MemoryProfile:
             element that a linear layer read, with fp8 or fp4 products; 0: as in 16 bits.
         gathered_bytes: of a parameter while a sharded unit is gathered.
         prefetched_units: units gathered ahead of the one that computes.
-        keeps_attention_matrix: 5 bytes a pair of tokens and head; else attention is fused.
+        matrix_bytes: of a pair of tokens and head that attention keeps; 0: it is fused.
         dropout_masks: of D bytes a token and layer.
         hidden_extra: bytes a channel of D that a layer keeps beyond `memory_activations`: rotated
             copies, residual sums, norms in fp32; split over the tensor axis.
@@ -44,6 +44,8 @@ class MemoryProfile:
         sequence_parallel: tokens between blocks are always split where weights are.
         stages: "even" layers on pipeline ranks, or "by-cost" of blocks, the head among them.
         token_copies: of all tokens' D channels, gathered over the tensor axis at once.
+        late_copies: such copies that are freed late because the host runs ahead of the device;
+            an exchange with another pipeline rank holds it back.
         working_frac: buffers of a layer's backward pass over what that layer keeps.
         fragmentation_frac: memory the allocator holds beyond tensors that come and go.
         context_bytes: of the driver's context, libraries and their communicators.
@@ -67,7 +69,7 @@ class MemoryProfile:
     fp8_input_bytes: float = 0.0
     gathered_bytes: float = 2.0
     prefetched_units: float = 1.0
-    keeps_attention_matrix: bool = False
+    matrix_bytes: float = 0.0
     dropout_masks: float = 0.0
     hidden_extra: float = 0.0
     stage_input: float = 0.0
@@ -78,6 +80,7 @@ class MemoryProfile:
     sequence_parallel: bool = False
     stages: str = "even"
     token_copies: float = 1.0
+    late_copies: float = 0.0
     working_frac: float = 0.5
     fragmentation_frac: float = 0.05
     context_bytes: float = 1.5e9

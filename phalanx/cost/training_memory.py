@@ -207,9 +207,7 @@ def _terms_at(
     once = profile.stage_input * shape.hidden * tokens
     activations = held * (each + once) + again
     logits = _logits(shape, columns, profile, tokens, per_stream) * stage.has_head
-    buffers = profile.working_frac * one_layer + _exchange(
-        shape, columns, tokens, profile.token_copies
-    )
+    buffers = profile.working_frac * one_layer + _exchange(shape, columns, profile, tokens)
     moving = activations + logits + buffers + states.gathered
     terms = {
         "weights": states.weights,
@@ -256,12 +254,13 @@ def _logits(
 
 
 def _exchange(
-    shape: ModelShape, columns: Mapping[str, Column], tokens: Column, copies: float
+    shape: ModelShape, columns: Mapping[str, Column], profile: MemoryProfile, tokens: Column
 ) -> Column:
     """Buffers of communication: between stages, and of gathered tokens or keys and values."""
     hidden = ITEM_BYTES * shape.hidden * tokens
     between = np.where(columns["pipeline"] > 1, 2.0 * hidden, 0.0)
-    inside = np.where(columns["tensor"] > 1, copies * hidden, 0.0)
+    late = np.where(columns["pipeline"] > 1, 0.0, profile.late_copies)
+    inside = np.where(columns["tensor"] > 1, (profile.token_copies + late) * hidden, 0.0)
     cached = max(layer.attention.cached_per_token for layer in shape.layers)
     keys = ITEM_BYTES * cached * tokens / columns["tensor"]
     whole = columns["context_kind"] == CONTEXT_KINDS.index("all-gather")
