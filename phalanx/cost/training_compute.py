@@ -42,7 +42,8 @@ class ComputeWork:
         attention_per_token: FLOPs that each token would cost if it saw one token.
         state_flops: of linear attention.
         score_bytes: that attention moves when its scores are written out (full square).
-        stream_bytes: of norms, gates, residuals, rotation, the routing of experts.
+        stream_bytes: of norms, gates, residuals, rotation.
+        routed_bytes: of bringing tokens into the order of their experts, and back.
         cast_bytes: of inputs of products that a narrow format converts, read and written.
         launches: operators started by the host.
         head_flops, head_bytes, logit_bytes: of the head and the loss, of one micro-batch.
@@ -67,6 +68,7 @@ class ComputeWork:
     state_flops: Any
     score_bytes: Any
     stream_bytes: Any
+    routed_bytes: Any
     cast_bytes: Any
     launches: Any
     head_flops: Any
@@ -96,6 +98,7 @@ def _layer(shape: ModelShape, layer: LayerShape, plans: TrainingPlans) -> dict[s
     products = counted["products"] + counted["experts"]
     counted |= _attention(layer.attention, plans)
     counted["stream_bytes"] = _stream(shape.hidden, layer, plans)
+    counted["routed_bytes"] = _routed(shape.hidden, layer, plans)
     counted["launches"] = products + _OPERATORS + _ADAPTER_LAUNCHES * counted["adapters"] / 2
     counted["dense_params"] = counted["dense_params"] + layer.norms * shape.hidden
     return counted
@@ -176,16 +179,23 @@ def _mean_seen(document_tokens: Any, attention: AttentionShape) -> Any:
 
 def _stream(hidden: int, layer: LayerShape, plans: TrainingPlans) -> Any:
     """Norms read and write D, residual sums read two and write one; gates 3 F; rotation reads and
-    writes queries and keys; experts' tokens are permuted there and back."""
+    writes queries and keys."""
     apart = np.where(plans.sequence_parallel > 0, plans.tensor, 1)
     attention, ffn = layer.attention, layer.feed_forward
     whole = hidden * (2 * layer.norms + 6) / apart
     heads = attention.num_heads + attention.num_kv_heads
     rotated = 2 * heads * attention.head_dim
     gated = (3 if ffn.is_gated else 2) * (ffn.width + ffn.shared_width)
-    routed = ffn.num_active * (3 * ffn.expert_width + 4 * hidden)
-    each = whole + (rotated + gated + routed) / plans.tensor
+    inside = ffn.num_active * 3 * ffn.expert_width
+    each = whole + (rotated + gated + inside) / plans.tensor
     return plans.rank_tokens * each * _STREAM_BYTES
+
+
+def _routed(hidden: int, layer: LayerShape, plans: TrainingPlans) -> Any:
+    """Tokens are put in the order of their experts and back: each read and written twice."""
+    ffn = layer.feed_forward
+    width = ffn.num_active * (ffn.expert_hidden or hidden)
+    return plans.rank_tokens / plans.tensor * width * 4 * _STREAM_BYTES
 
 
 def _head(shape: ModelShape, plans: TrainingPlans) -> dict[str, Any]:

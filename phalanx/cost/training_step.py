@@ -23,7 +23,7 @@ for one forward).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -33,11 +33,12 @@ from phalanx.cost.training_bubble import bubble_micro_batches, stage_layers
 from phalanx.cost.training_compute import ComputeWork, compute_work
 from phalanx.cost.training_efficiency import StepEfficiency, efficiency_of
 from phalanx.cost.training_plans import RECOMPUTE, TrainingPlans
-from phalanx.cost.training_traffic import Held, Traffic, Wire, traffic_of
+from phalanx.cost.training_traffic import Held, Traffic, Wire, tensor_blocks, traffic_of
 from phalanx.hardware import Machine
 
 ATTENTION_BACKWARD = 2.5
 SCORE_PASSES = 6  # times that written scores move: product, mask and softmax, dropout, product
+_MANY_DOMAINS = 64.0  # of which the slowest is late in about every second micro-batch
 _MIX = 4.0  # order of the mean of device and host
 _OPTIMIZER_BYTES = 30  # AdamW in float32: reads 4 values, writes 3 and the 16-bit weight
 _GRADIENT_BYTES = 8  # of the whole gradient: cleared, and read for its norm
@@ -111,7 +112,7 @@ def training_step(shape: ModelShape, plans: TrainingPlans, machine: Machine) -> 
         shape: of the whole model.
         plans: a table of N plans; what is illegal is not checked here.
     """
-    found = efficiency_of(machine, plans)
+    found = efficiency_of(machine, plans, shape.expert_params > 0)
     work = count_step(shape, plans, machine.devices_per_domain)
     speeds = Speeds.of(machine, plans.precision)
     priced = price_step(work, speeds, found.efficiency)
@@ -152,7 +153,9 @@ def count_step(shape: ModelShape, plans: TrainingPlans, domain: int) -> StepWork
         "micro": plans.num_micro,
         "pipeline": plans.pipeline,
         "tensor": plans.tensor,
+        "tensor_calls": 2 * tensor_blocks(shape, plans),
         "virtual": plans.virtual,
+        "domains": plans.devices / domain,
         "bubble": bubble_micro_batches(plans.schedule, plans.pipeline, plans.virtual),
         "zero": plans.zero,
         "keeps_gathered": plans.keeps_gathered,
@@ -188,7 +191,7 @@ def price_step(work: StepWork, speeds: Speeds, rates: StepEfficiency) -> dict[st
     parts["pipeline"] = _messages(work, speeds, rates)
     parts |= _data(work, speeds, rates, layers * (layer["compute"] + layer["recompute"]))
     parts["optimizer"] = _optimizer(work, speeds, rates)
-    parts["overhead"] = parts["overhead"] + plan["micro"] * rates.micro_s + rates.step_s
+    parts["overhead"] = parts["overhead"] + plan["micro"] * _host_s(plan, rates) + rates.step_s
     return {name: value * rates.pace for name, value in parts.items()}
 
 
@@ -198,7 +201,8 @@ def _layer(work: StepWork, speeds: Speeds, rates: StepEfficiency) -> dict[str, A
     trains = plan["trains_all"]
     dense_s, dense_more_s = _products(work, speeds, rates)
     attention_s = _attention(compute, speeds, rates)
-    stream_s = rates.stream * compute.stream_bytes / speeds.memory_bytes_per_s
+    streamed = rates.stream * compute.stream_bytes + rates.routed * compute.routed_bytes
+    stream_s = streamed / speeds.memory_bytes_per_s
     adapter_s = _adapters(compute, speeds, rates)
     forward_s = plan["imbalance"] * (dense_s + attention_s + stream_s + adapter_s)
     backward_s = plan["imbalance"] * (
@@ -212,9 +216,8 @@ def _layer(work: StepWork, speeds: Speeds, rates: StepEfficiency) -> dict[str, A
     )
     is_full = np.where(plan["recompute"] == _FULL, 1.0, 0.0)
     is_selective = np.where(plan["recompute"] == _SELECTIVE, 1.0, 0.0)
-    tensor_s = _exposed(
-        _wire_s(traffic.tensor, speeds, rates), rates.tensor_hidden, forward_s, rates
-    )
+    moved = replace(traffic.tensor, near_rounds=0.0, far_rounds=0.0)
+    tensor_s = _exposed(_wire_s(moved, speeds, rates), rates.tensor_hidden, forward_s, rates)
     expert_s = _exposed(
         _wire_s(traffic.expert, speeds, rates), rates.expert_hidden, forward_s, rates
     )
@@ -226,7 +229,7 @@ def _layer(work: StepWork, speeds: Speeds, rates: StepEfficiency) -> dict[str, A
         )
     )
     device_s = forward_s + tensor_s + expert_s
-    host_s = rates.launch_s * (compute.launches + 2.0 * np.where(plan["tensor"] > 1, 1.0, 0.0))
+    host_s = rates.launch_s * compute.launches + _tensor_waits(work, rates)
     passes = (1 + is_full + 0.3 * is_selective, 2.0)
     late_s = (_mix(device_s, host_s) - device_s) * passes[0]
     late_s = (
@@ -242,6 +245,14 @@ def _layer(work: StepWork, speeds: Speeds, rates: StepEfficiency) -> dict[str, A
         "context": context_s,
         "overhead": late_s,
     }
+
+
+def _tensor_waits(work: StepWork, rates: StepEfficiency) -> Any:
+    """Calls and rounds of the tensor axis; receives of a pipeline stand in their way."""
+    wire, plan = work.traffic.tensor, work.plan
+    rounds_s = wire.near_rounds * rates.round_s + wire.far_rounds * rates.network_round_s
+    calls_s = np.where(plan["tensor"] > 1, plan["tensor_calls"] * rates.call_s, 0.0)
+    return (rounds_s + calls_s) * np.where(plan["pipeline"] > 1, rates.crowding, 1.0)
 
 
 def _mix(device_s: Any, host_s: Any) -> Any:
@@ -265,7 +276,7 @@ def _products(work: StepWork, speeds: Speeds, rates: StepEfficiency) -> tuple[An
 def _adapters(compute: ComputeWork, speeds: Speeds, rates: StepEfficiency) -> Any:
     flops_s = compute.adapter_flops / (speeds.attention_flops_per_s * rates.product)
     moved_s = rates.stream * compute.adapter_bytes / speeds.memory_bytes_per_s
-    return flops_s + moved_s + rates.product_start_s * compute.adapters
+    return rates.adapter * (flops_s + moved_s + rates.product_start_s * compute.adapters)
 
 
 def _attention(compute: ComputeWork, speeds: Speeds, rates: StepEfficiency) -> Any:
@@ -298,6 +309,14 @@ def _exposed(wire_s: Any, hidden: Any, beside_s: Any, rates: StepEfficiency) -> 
     """Seconds that traffic adds to a step in which a share of it may run beside compute."""
     inside_s = np.minimum(hidden * wire_s, beside_s)
     return wire_s - inside_s * (1 - rates.slowdown)
+
+
+def _host_s(plan: Mapping[str, Any], rates: StepEfficiency) -> Any:
+    """Of a micro-batch: the host's own work; in a pipeline with middle stages, which wait for
+    messages of both sides, the time until the slowest of many domains has sent."""
+    many = (plan["domains"] / _MANY_DOMAINS) ** 3
+    waits = np.where(plan["pipeline"] > 2, many / (1 + many), 0.0)
+    return rates.micro_s + rates.stall_s * waits
 
 
 def _messages(work: StepWork, speeds: Speeds, rates: StepEfficiency) -> Any:

@@ -115,7 +115,7 @@ def traffic_of(
     cut = np.where(plans.sequence_parallel > 0, plans.tensor, 1)
     context, context_backward = _context(shape, plans, domain)
     return Traffic(
-        tensor=all_reduce.times(_tensor_blocks(shape, plans)),
+        tensor=all_reduce.times(tensor_blocks(shape, plans)),
         context=context,
         context_backward=context_backward,
         expert=_expert(shape, plans, domain),
@@ -126,7 +126,7 @@ def traffic_of(
     )
 
 
-def _tensor_blocks(shape: ModelShape, plans: TrainingPlans) -> Any:
+def tensor_blocks(shape: ModelShape, plans: TrainingPlans) -> Any:
     """All-reduces of a mean layer forward: one after attention, one after a block that is cut."""
     total: Any = 0.0
     for layer in shape.layers:
@@ -163,26 +163,29 @@ def _key_values(attention: AttentionShape) -> int:
 
 
 def _expert(shape: ModelShape, plans: TrainingPlans, domain: int) -> Wire:
-    """Dispatch and combine: every token to its experts and back; a layer without experts: none."""
-    copies = sum(
-        layer.count
-        * layer.feed_forward.num_active
-        * (layer.feed_forward.expert_hidden or shape.hidden)
-        for layer in shape.layers
-    )
-    tokens = plans.rank_tokens * plans.expert_tensor / plans.tensor
-    payload = tokens * copies / shape.num_layers * ACTIVATION_BYTES
-    exchange = collective(
-        "all_to_all", payload * plans.expert_imbalance, plans.expert, plans.expert_tensor, domain
-    )
-    share = sum(layer.count for layer in shape.layers if layer.feed_forward.num_experts)
-    each = 2.0 * share / shape.num_layers
-    return Wire(
-        exchange.near_bytes * 2.0,
-        exchange.near_rounds * each,
-        exchange.far_bytes * 2.0,
-        exchange.far_rounds * each,
-    )
+    """Dispatch and combine of a mean layer: every token to its experts and back.
+
+    A token crosses to a domain once, whatever number of its experts is there; of k experts spread
+    over n domains it needs n (1 - (1 - 1 / n)^k), on average.
+    """
+    tokens = plans.rank_tokens * plans.expert_tensor / plans.tensor * plans.expert_imbalance
+    total = Wire()
+    for layer in shape.layers:
+        ffn = layer.feed_forward
+        if not ffn.num_experts:
+            continue
+        each = tokens * (ffn.expert_hidden or shape.hidden) * ACTIVATION_BYTES
+        inside = np.clip(np.floor(domain / plans.expert_tensor), 1.0, plans.expert)
+        outside = np.ceil(plans.expert / inside)
+        crossing = outside * (1 - (1 - 1 / outside) ** ffn.num_active)
+        both = Wire(
+            each * ffn.num_active * (inside - 1) / inside,
+            inside - 1,
+            each * crossing * (outside - 1) / outside,
+            np.ceil(np.log2(outside)),
+        )
+        total = total + both.times(2.0 * layer.count / shape.num_layers)
+    return total
 
 
 def _groups(plans: TrainingPlans) -> tuple[tuple[Any, Any, Any], tuple[Any, Any, Any]]:

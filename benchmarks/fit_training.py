@@ -1,0 +1,419 @@
+"""Fits `phalanx/cost/training_efficiency.json` to published training rows, and judges the fit.
+
+    python benchmarks/fit_training.py [--table FILE] [--write]
+
+Method: `training_step` counts once what each row needs; its price is then a function of the numbers
+of `StepEfficiency`, each an assumption times factors of nested levels (`training_efficiency`). The
+logarithms of the factors have normal priors around 0, wider or narrower by field and level
+(`_SPREADS`), so that a level with few rows stays near the level above. Errors are log(predicted /
+measured) under a Cauchy loss; rows of large tables weigh less, so that no source decides alone.
+Gauss-Newton steps, the loss sharpened in three rounds.
+
+Judged by cross-validation over whole groups (`lab.folds`): the 90 % bars and all printed errors are
+of rows that the fit has not seen. Rows recalled from memory are not used.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, is_dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from phalanx.cost import training_efficiency
+from phalanx.cost.training_efficiency import SHARES, StepEfficiency, family_of, kind_of, level_keys
+from phalanx.cost.training_step import Speeds, StepWork, count_step, price_step
+from phalanx.lab.csv_rows import read_rows, seen_table
+from phalanx.lab.folds import folds
+from phalanx.lab.training_rows import TrainingRow, batches, read_training
+
+TABLE = Path(training_efficiency.__file__).with_name(training_efficiency.TABLE)
+FOLDS = 5
+ROWS_OF_FULL_WEIGHT = 150  # of one source and class; more rows share that weight
+_ROUNDS = ((0.6, 6), (0.2, 6), (0.07, 12))  # scale of the Cauchy loss, steps
+_LEAST_ROWS_OF_BAR = 20
+
+
+class Spread(NamedTuple):
+    """Standard deviations of log factors by level; 0: the level has no factor."""
+
+    all: float = 0.0
+    family: float = 0.0
+    software: float = 0.0
+    generation: float = 0.0
+    accelerator: float = 0.0
+    precision: float = 0.0
+
+
+_SPREADS = {
+    "product": Spread(0.15, 0.05, generation=0.1),
+    "product_traffic": Spread(0.4, 0.3),
+    "product_start_s": Spread(0.7, 0.7),
+    "expert": Spread(0.3, 0.2, 0.3, 0.1),
+    "attention": Spread(0.3, 0.2, generation=0.2),
+    "attention_start_tokens": Spread(0.7, 0.3),
+    "scores": Spread(0.01, 1.0),
+    "stream": Spread(0.4, 0.5),
+    "routed": Spread(0.4, 0.3, 0.8),
+    "adapter": Spread(0.5, 0.4),
+    "cast": Spread(0.5, 0.3),
+    "launch_s": Spread(0.7, 1.0, 0.5),
+    "link": Spread(0.2, 0.3, generation=0.2),
+    "network": Spread(0.3, 0.4, generation=0.2),
+    "round_s": Spread(0.7, 0.7),
+    "network_round_s": Spread(0.7, 0.7),
+    "call_s": Spread(0.7, 1.0),
+    "crowding": Spread(0.0, 1.5),
+    "tensor_hidden": Spread(1.0, 1.0),
+    "context_hidden": Spread(1.0, 1.0),
+    "expert_hidden": Spread(1.0, 1.0, 0.7),
+    "data_hidden": Spread(1.0, 1.0),
+    "pipeline_hidden": Spread(1.0, 1.0),
+    "slowdown": Spread(0.5),
+    "optimizer": Spread(0.4, 0.5),
+    "repeated_products": Spread(1.0, 1.0),
+    "gradient_bytes": Spread(0.0, 0.3),
+    "stall_s": Spread(0.3, 3.0),
+    "micro_s": Spread(1.0, 1.0),
+    "step_s": Spread(1.0, 1.0),
+    "pace": Spread(0.0, 0.1, 0.06, 0.1, 0.08, 0.08),
+}
+# where a family is known to differ, what its factor is thought to be before any row is seen
+_ASSUMED = {
+    ("scores", "megatron-deepspeed"): 0.9,
+    ("scores", "megatron-2022"): 0.95,
+    ("stall_s", "nanotron"): 2.0,
+    ("crowding", "nanotron"): 5.0,
+}
+
+
+@dataclass(frozen=True)
+class Data:
+    """Rows with their work and speeds as columns [R], and measured seconds [R]."""
+
+    rows: tuple[TrainingRow, ...]
+    work: StepWork
+    speeds: Speeds
+    measured_s: np.ndarray
+
+    def take(self, where: np.ndarray) -> Data:
+        """Some rows."""
+        rows = tuple(self.rows[at] for at in where)
+        pick = _mapped(lambda column: column[where])
+        return Data(rows, pick(self.work), pick(self.speeds), self.measured_s[where])
+
+
+def _mapped(change: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """`change` for every column of nested dataclasses and mappings."""
+
+    def walk(item: Any) -> Any:
+        if is_dataclass(item) and not isinstance(item, type):
+            return type(item)(**{name: walk(value) for name, value in vars(item).items()})
+        if isinstance(item, Mapping):
+            return {name: walk(value) for name, value in item.items()}
+        return change(item)
+
+    return walk
+
+
+def _joined(items: Sequence[Any]) -> Any:
+    first = items[0]
+    if is_dataclass(first) and not isinstance(first, type):
+        names = vars(first)
+        return type(first)(**{n: _joined([getattr(each, n) for each in items]) for n in names})
+    if isinstance(first, Mapping):
+        return {name: _joined([each[name] for each in items]) for name in first}
+    return np.concatenate(items)
+
+
+def read_data(table: Path) -> Data:
+    """Rows of a table that may be fitted and say how long a step took."""
+    measured = {row.line: row for row in _with_known_flops(table, read_training(table))}
+    usable = [row for row in measured.values() if row.is_fitted and row.measured_step_s]
+    usable = [row for row in usable if not row.failed and row.row_class != "rl"]
+    rows: list[TrainingRow] = []
+    works, speeds = [], []
+    for batch in batches(usable):
+        size = (len(batch.rows),)
+
+        def column(value: Any, size: tuple[int] = size) -> np.ndarray:
+            return np.broadcast_to(np.asarray(value, dtype=float), size)
+
+        work = count_step(batch.shape, batch.plans, batch.machine.devices_per_domain)
+        works.append(_mapped(column)(work))
+        speeds.append(_mapped(column)(Speeds.of(batch.machine, batch.plans.precision)))
+        rows += batch.rows
+    seconds = np.array([row.measured_step_s for row in rows], dtype=float)
+    return Data(tuple(rows), _joined(works), _joined(speeds), seconds)
+
+
+def _with_known_flops(table: Path, rows: Sequence[TrainingRow]) -> list[TrainingRow]:
+    """Step times of rows that print TFLOP/s alone, under a rule that their notes name: MaxText
+    before July 2025, 6 FLOPs per weight and token and attention without its causal half."""
+    printed = {
+        row.line: row for row in read_rows(table, required=(), numbers=("tflops_per_device",))
+    }
+    found = []
+    for row in rows:
+        cells = printed[row.line]
+        rate = cells.number("tflops_per_device")
+        known = "pre-July-2025 FLOP rule" in cells.get("notes")
+        if known and rate and row.shape is not None and row.plans is not None:
+            shape, tokens = row.shape, float(row.plans.row_tokens)
+            per_token = shape.product_flops_per_token + shape.head_flops_per_token
+            flops = 3 * (per_token + shape.attention_flops(1.0, tokens)) * row.tokens_per_step
+            row = replace(row, measured_step_s=flops / (rate * 1e12 * row.devices))
+        found.append(row)
+    return found
+
+
+class Factors:
+    """The unknowns: log factors of fields at levels, and which rows they move."""
+
+    def __init__(self, rows: Sequence[TrainingRow]) -> None:
+        self.start = asdict(StepEfficiency())
+        self.names: list[tuple[str, str, str]] = []  # field, level, key
+        spreads, masks = [], []
+        keys = [_keys(row) for row in rows]
+        for field, spread in _SPREADS.items():
+            for level, width in spread._asdict().items():
+                for key in sorted({each[level] for each in keys}) if width else ():
+                    self.names.append((field, level, key))
+                    spreads.append(width)
+                    masks.append([each[level] == key for each in keys])
+        self.spreads = np.array(spreads)
+        self.masks = np.array(masks, dtype=float)
+        self.fields = np.array([name[0] for name in self.names])
+        self.assumed = {
+            field: np.array([np.log(_assumed(field, each["family"])) for each in keys])
+            for field in _SPREADS
+        }
+
+    def efficiency(
+        self, logs: np.ndarray, more: Mapping[str, float] | None = None
+    ) -> StepEfficiency:
+        """Numbers of every row [R]; `more` adds to the log factors of a field."""
+        numbers = {}
+        for field, value in self.start.items():
+            mine = self.fields == field
+            log = logs[mine] @ self.masks[mine] + self.assumed[field] + (more or {}).get(field, 0.0)
+            numbers[field] = training_efficiency.moved(field, value, np.exp(log))
+        return StepEfficiency(**numbers)
+
+    def aligned(self, other: Factors, logs: np.ndarray) -> np.ndarray:
+        """The logs of another fit under these names; 0 for what it has not seen."""
+        known = dict(zip(other.names, logs, strict=True))
+        return np.array([known.get(name, 0.0) for name in self.names])
+
+
+def _keys(row: TrainingRow) -> dict[str, str]:
+    assert row.machine is not None
+    return level_keys(row.machine, row.precision, row.software)
+
+
+def _assumed(field: str, family: str) -> float:
+    """The factor that brings the default to what a family is thought to have."""
+    value = _ASSUMED.get((field, family))
+    default = getattr(StepEfficiency(), field)
+    if value is None:
+        return 1.0
+    if field in SHARES:
+        return (value / (1 - value)) / (default / (1 - default))
+    return value / default
+
+
+def predicted_s(data: Data, efficiency: StepEfficiency) -> np.ndarray:
+    """Seconds of each row."""
+    return np.sum(list(price_step(data.work, data.speeds, efficiency).values()), axis=0)
+
+
+def fit(data: Data) -> tuple[Factors, np.ndarray]:
+    """Factors and their logarithms."""
+    factors = Factors(data.rows)
+    logs = np.zeros(len(factors.names))
+    many = Counter((row.source_id, row.row_class) for row in data.rows)
+    counts = np.array([many[row.source_id, row.row_class] for row in data.rows])
+    weights = np.minimum(1.0, ROWS_OF_FULL_WEIGHT / counts)
+    for scale, steps in _ROUNDS:
+        logs = _descend(data, factors, logs, weights, scale, steps)
+    return factors, logs
+
+
+def _descend(
+    data: Data, factors: Factors, logs: np.ndarray, weights: np.ndarray, scale: float, steps: int
+) -> np.ndarray:
+    """Gauss-Newton with damping; columns of the Jacobian by differences, one per field."""
+
+    def errors(at: np.ndarray, more: Mapping[str, float] | None = None) -> np.ndarray:
+        return np.log(predicted_s(data, factors.efficiency(at, more)) / data.measured_s)
+
+    def loss(at: np.ndarray, error: np.ndarray) -> float:
+        prior = np.sum((at / factors.spreads) ** 2) / 2
+        return float(np.sum(weights * np.log1p((error / scale) ** 2)) + prior)
+
+    error, damping, small = errors(logs), 1e-2, 1e-3
+    value = loss(logs, error)
+    for _ in range(steps):
+        slopes = {field: (errors(logs, {field: small}) - error) / small for field in _SPREADS}
+        jacobian = np.stack(
+            [slopes[f] * m for f, m in zip(factors.fields, factors.masks, strict=True)]
+        )
+        sharp = weights * 2 / (1 + (error / scale) ** 2) / scale**2
+        bend = (jacobian * sharp) @ jacobian.T + np.diag(factors.spreads**-2.0)
+        slope = jacobian @ (sharp * error) + logs / factors.spreads**2
+        for _ in range(8):
+            step = np.linalg.solve(bend + damping * np.diag(np.diag(bend)), -slope)
+            there = logs + np.clip(step, -1.0, 1.0)
+            error_there = errors(there)
+            if loss(there, error_there) < value:
+                break
+            damping *= 8
+        else:
+            return logs
+        gained = value - loss(there, error_there)
+        logs, error, value, damping = there, error_there, value - gained, max(damping / 5, 1e-6)
+        if gained < 0.05:
+            break
+    return logs
+
+
+def cross_validated_s(data: Data) -> np.ndarray:
+    """Seconds that fits say of rows they have not seen."""
+    at = {row.line: index for index, row in enumerate(data.rows)}
+    everywhere = Factors(data.rows)
+    seconds = np.zeros(len(data.rows))
+    for seen, unseen in folds(data.rows, FOLDS):
+        part, logs = fit(data.take(np.array([at[row.line] for row in seen])))
+        here = np.array([at[row.line] for row in unseen])
+        known = everywhere.efficiency(everywhere.aligned(part, logs))
+        seconds[here] = predicted_s(data, known)[here]
+    return seconds
+
+
+def bars(data: Data, seconds: np.ndarray) -> dict[str, dict[str, Any]]:
+    """5th and 95th percentile of measured over predicted, by kind and family."""
+    groups: dict[str, list[float]] = defaultdict(list)
+    for row, ratio in zip(data.rows, data.measured_s / seconds, strict=True):
+        kind = _kind(row)
+        for name in (f"{kind} with {family_of(row.software)}", kind, "all"):
+            groups[name].append(float(ratio))
+    return {
+        name: {"low": _rounded(np.quantile(each, 0.05)), "high": _rounded(np.quantile(each, 0.95))}
+        | {"rows": len(each)}
+        for name, each in sorted(groups.items())
+        if len(each) >= _LEAST_ROWS_OF_BAR or name in ("dense", "experts", "lora", "all")
+    }
+
+
+def _kind(row: TrainingRow) -> str:
+    assert row.plans is not None and row.shape is not None
+    return kind_of(row.plans.method, row.shape.expert_params > 0)
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.4g}")
+
+
+def scores(data: Data, seconds: np.ndarray, key: Callable[[TrainingRow], str]) -> dict[str, dict]:
+    """Rows, median and 90th percentile of the relative error, bias, share within the bar."""
+    known = bars(data, seconds)
+    groups: dict[str, list[tuple[float, bool]]] = defaultdict(list)
+    for row, ratio in zip(data.rows, seconds / data.measured_s, strict=True):
+        names = (f"{_kind(row)} with {family_of(row.software)}", _kind(row))
+        bar = known[next(name for name in names if name in known)]
+        groups[key(row)].append((ratio, bar["low"] <= 1 / ratio <= bar["high"]))
+    found = {}
+    for name, each in sorted(groups.items()):
+        ratios = np.array([ratio for ratio, _ in each])
+        found[name] = {
+            "rows": len(each),
+            "median": _rounded(np.median(np.abs(ratios - 1))),
+            "p90": _rounded(np.quantile(np.abs(ratios - 1), 0.9)),
+            "bias": _rounded(np.median(ratios) - 1),
+            "in_bar": _rounded(np.mean([inside for _, inside in each])),
+        }
+    return found
+
+
+def grid_scores(
+    data: Data, seconds: np.ndarray, key: Callable[[TrainingRow], str]
+) -> dict[str, dict[str, float]]:
+    """Per key: medians over grids of at least five plans of Spearman and top-1 regret."""
+    grids: dict[tuple[str, str], list[int]] = defaultdict(list)
+    for at, row in enumerate(data.rows):
+        if row.row_class == "grid":
+            grids[key(row), row.grid].append(at)
+    found: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for (name, _), where in grids.items():
+        if len(where) >= 5:
+            said, true = seconds[where], data.measured_s[where]
+            order = [np.argsort(np.argsort(each)) for each in (said, true)]
+            spearman = float(np.corrcoef(*order)[0, 1])
+            found[name].append((spearman, float(true[np.argmin(said)] / true.min())))
+    return {
+        name: {
+            "grids": len(each),
+            "spearman": _rounded(np.median([one for one, _ in each])),
+            "regret": _rounded(np.median([one for _, one in each])),
+        }
+        for name, each in sorted(found.items())
+    }
+
+
+def levels(factors: Factors, logs: np.ndarray, rows: Sequence[TrainingRow]) -> dict[str, dict]:
+    """The table: level -> key -> rows, sources, factors."""
+    found: dict[str, dict] = defaultdict(dict)
+    for row in rows:
+        for level, key in _keys(row).items():
+            entry = found[level].setdefault(key, {"rows": 0, "sources": set(), "factors": {}})
+            entry["rows"] += 1
+            entry["sources"].add(row.source_id)
+    for (field, level, key), log in zip(factors.names, logs, strict=True):
+        assumed = _assumed(field, key) if level == "family" else 1.0
+        factor = _rounded(np.exp(log) * assumed)
+        if abs(factor - 1) >= 5e-4:
+            found[level][key]["factors"][field] = factor
+    for entries in found.values():
+        for entry in entries.values():
+            entry["sources"] = sorted(entry["sources"])
+    return {level: dict(sorted(entries.items())) for level, entries in found.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--table", type=Path, default=None)
+    parser.add_argument("--write", action="store_true")
+    arguments = parser.parse_args()
+    data = read_data(arguments.table or seen_table("training"))
+    unseen_s = cross_validated_s(data)
+    by_class = scores(data, unseen_s, lambda row: row.row_class)
+    of_grids = grid_scores(data, unseen_s, lambda row: row.row_class)
+    by_class = {name: each | of_grids.get(name, {}) for name, each in by_class.items()}
+    by_source = scores(data, unseen_s, lambda row: f"{row.row_class} {row.source_id}")
+    grids = grid_scores(data, unseen_s, lambda row: row.source_id)
+    for name, each in (by_class | by_source | grids).items():
+        print(f"{name:40}", " ".join(f"{key} {value:<8}" for key, value in each.items()))
+    if arguments.write:
+        factors, logs = fit(data)
+        table = {
+            "what": "factors on the assumptions of StepEfficiency; see benchmarks/fit_training.py",
+            "cross_validation": {
+                "folds": FOLDS,
+                "by": "whole groups",
+                "classes": by_class,
+                "sources": by_source,
+                "grids": grids,
+            },
+            "bars": bars(data, unseen_s),
+            "levels": levels(factors, logs, data.rows),
+        }
+        TABLE.write_text(json.dumps(table, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
