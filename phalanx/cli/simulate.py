@@ -23,22 +23,30 @@ def simulate(
     job: JobFile,
     on: On = "",
     trace: Annotated[str, typer.Option("--trace", help="Write a trace for ui.perfetto.dev.")] = "",
+    picture: Annotated[
+        str, typer.Option("--picture", help="Draw the step's timeline: FILE.png or FILE.svg.")
+    ] = "",
     json_file: JsonFile = "",
 ) -> None:
     """Simulate one step of a job; --section.key VALUE overrides the file."""
     from phalanx.perfetto import write_perfetto
     from phalanx.planner.jobs import plan_job
+    from phalanx.planner.step_picture import draw_step, pass_spans, timeline_text
 
     _, planned, simulated = plan_job(job, context.args, on)
     if trace:
         write_perfetto(trace, [simulated.trace])
         progress(f"{len(simulated.trace)} rows written to {trace}")
+    spans = pass_spans(simulated.trace, planned.program.mesh)
+    if picture:
+        draw_step(spans, simulated.report.title, picture)
+        progress(f"timeline drawn in {picture}")
     report = simulated.report.to_dict()
     document = versioned("simulation", fits=simulated.fits, report=report)
 
     def show() -> None:
         show_report(simulated.report)
-        write(f"\n{_drawing(planned)}\n\n{verdict(simulated)}\n")
+        write(f"\n{_drawing(planned)}\n\n{timeline_text(spans)}\n\n{verdict(simulated)}\n")
 
     emit(document, json_file, show)
     if not simulated.fits:
