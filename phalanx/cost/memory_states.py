@@ -149,7 +149,8 @@ def state_bytes(
     unit = params.largest + params.largest_expert
     whole = np.where(columns["keeps_gathered"] > 0, params.dense + expert, units * unit)
     gathered = (whole + params.embedding) * per_gathered
-    unreduced = 0.0 if is_lora else unit * profile.grad_bytes
+    root = params.embedding  # a unit of its own, never given up between the passes
+    unreduced = 0.0 if is_lora else np.maximum(unit, root) * (ITEM_BYTES + profile.grad_bytes)
     dequantised = unit * ITEM_BYTES if is_lora and base_bits < 16 else 0.0
     return States(
         weights=weights,

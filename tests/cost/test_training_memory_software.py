@@ -1,0 +1,161 @@
+"""What programs keep: stages, precisions, schedules; peaks that were published."""
+
+import numpy as np
+import pytest
+
+from phalanx.cost.memory_activations import chunks_in_flight
+from phalanx.cost.memory_stages import even_stages, stages_by_cost
+from phalanx.cost.model_shape import (
+    AttentionShape,
+    FeedForwardShape,
+    LayerShape,
+    ModelShape,
+    shape_of,
+)
+from phalanx.cost.step_memory import memory_terms, units_of
+from phalanx.cost.step_work import Workload
+from phalanx.cost.training_memory import training_memory
+from phalanx.cost.training_plans import RECOMPUTE, SCHEDULES, TrainingPlans
+from phalanx.mesh import Mesh
+from phalanx.models.named import named_model
+from phalanx.models.spec import LoraSpec
+from phalanx.registry import build
+
+LLAMA_8B = named_model("llama-3.1-8b").config
+LLAMA_405B = shape_of(named_model("llama-3.1-405b").config)
+GIB = 2**30
+
+
+def llama(layers, hidden, heads, kv_heads, width, vocab, *, tied=False, head_dim=0):
+    attention = AttentionShape(
+        num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim or hidden // heads
+    )
+    layer = LayerShape(
+        count=layers, attention=attention, feed_forward=FeedForwardShape(width=width)
+    )
+    return ModelShape(name="llama", hidden=hidden, vocab=vocab, layers=(layer,), tied_head=tied)
+
+
+def test_blocks_are_dealt_by_cost_and_the_head_takes_the_place_of_layers():
+    """A head of 131072 x 2048 costs four layers of 67.1M: 20 units on 2, 4, 8 ranks, by hand."""
+    shape = llama(16, 2048, 32, 32, 8192, 131072, tied=True)
+    found = stages_by_cost(shape, np.array([1, 2, 4, 8, 16, 32]))
+    assert found.first.layers.tolist() == [16, 11, 6, 3, 2, 1]
+    assert found.head.rank.tolist() == [0, 1, 3, 6, 12, 17]
+    assert found.head.layers.tolist() == [16, 5, 0, 0, 0, 0]
+    assert found.all_busy.tolist() == [True] * 4 + [False] * 2
+
+
+def test_a_pipeline_rank_without_layers_never_fits():
+    shape = llama(16, 2048, 32, 32, 8192, 131072, tied=True)
+    plans = TrainingPlans(
+        pipeline=np.array([8, 16]), num_micro=16, row_tokens=64, software="nanotron"
+    )
+    assert (training_memory(shape, plans).fits_probability(1e15) == [1.0, 0.0]).all()
+
+
+def test_126_layers_leave_one_less_on_the_ends_of_16_ranks():
+    found = even_stages(126, np.array([16]), np.array([8]))
+    assert (found.first.layers, found.second.layers, found.head.layers) == (7, 8, 7)
+
+
+def test_chunks_in_flight_of_schedules():
+    """p = 4, v = 2, 12 micro-batches, ranks 0 and 3; interleaved: 11 and 5 chunks of half a
+    stage."""
+    expected = {
+        "gpipe": (12, 12), "1f1b": (4, 1), "interleaved": (5.5, 2.5), "zero-bubble": (4, 4),
+        "zbv": (4, 4), "dualpipe": (5, 5),
+    }  # fmt: skip
+    for name, held in expected.items():
+        found = [
+            chunks_in_flight(
+                *(np.array([each]) for each in (SCHEDULES.index(name), 4, rank, 2, 12))
+            )
+            for rank in (0, 3)
+        ]
+        assert tuple(float(each[0]) for each in found) == held, name
+
+
+def test_experts_stand_where_the_model_has_them():
+    """One dense layer, then three with experts, on two ranks: the last has two of the three."""
+    attention = AttentionShape(num_heads=8, num_kv_heads=8, head_dim=128)
+    dense = LayerShape(count=1, attention=attention, feed_forward=FeedForwardShape(width=4096))
+    experts = FeedForwardShape(num_experts=64, num_active=4, expert_width=2048)
+    mixed = LayerShape(count=3, attention=attention, feed_forward=experts)
+    shape = ModelShape(name="moe", hidden=1024, vocab=1000, layers=(dense, mixed))
+    found = training_memory(shape, TrainingPlans(pipeline=2, num_micro=4, row_tokens=8))
+    in_experts = 2 * 64 * 3 * 1024 * 2048
+    assert found.terms["gradients"].item() / 4 == pytest.approx(in_experts, rel=0.02)
+
+
+def test_quantised_weights_take_half_a_byte_and_only_adapters_have_moments():
+    shape = shape_of(LLAMA_8B)
+    plans = TrainingPlans(row_tokens=64, method="lora", lora_rank=16, base_bits=4, software="torch")
+    terms = training_memory(shape, plans).terms
+    rank_16 = 32 * 16 * (2 * 8192 + 2 * 5120 + 3 * (4096 + 14336))
+    assert terms["moments"].item() == 8 * rank_16
+    assert terms["weights"].item() - 4 * rank_16 == pytest.approx(8.03e9 * 4.127 / 8, rel=0.001)
+
+
+def test_offloaded_moments_are_in_the_host():
+    shape = llama(8, 1024, 8, 8, 4096, 1000)
+    plans = TrainingPlans(row_tokens=64, offload=np.array([0.0, 0.5, 1.0]))
+    found = training_memory(shape, plans)
+    assert found.terms["moments"] + found.host_bytes == pytest.approx(12 * shape.num_params)
+    assert found.terms["moments"][2] == 0
+
+
+@pytest.mark.parametrize(
+    "layers, tensor, context, tokens, gibibytes",
+    [
+        (12, 2, 4, 32768, 68.43),
+        (12, 1, 8, 32768, 104.51),
+        (12, 2, 4, 131072, 112.67),
+        (12, 1, 8, 131072, 147.99),
+    ],
+)
+def test_peaks_that_simumax_measured_of_megatron(layers, tensor, context, tokens, gibibytes):
+    """Layer-reduced Llama 3 70B on 8 B200, max allocated; SimuMax v1.2 release summary."""
+    plans = TrainingPlans(
+        tensor=tensor, context=context, shard=context, zero=1, num_micro=4, row_tokens=tokens,
+        sequence_parallel=int(tensor > 1),
+    )  # fmt: skip
+    shape = llama(layers, 8192, 64, 8, 28672, 128256)
+    found = training_memory(shape, plans).logged_bytes.item()
+    assert found / GIB == pytest.approx(gibibytes, rel=0.05)
+
+
+@pytest.mark.parametrize("data, gigabytes", [(4, 58.817), (16, 52.484), (64, 50.901)])
+def test_peaks_of_405b_in_fp8_on_h100(data, gigabytes):
+    """MLPerf Training 5.0, NVIDIA eos: tensor 8, pipeline 8 x 8, context 2."""
+    plans = TrainingPlans(
+        tensor=8, pipeline=8, virtual=8, schedule=2, context=2, data=data, shard=2 * data, zero=1,
+        num_micro=48, row_tokens=8192, sequence_parallel=1, precision="fp8",
+    )  # fmt: skip
+    found = training_memory(LLAMA_405B, plans).logged_bytes.item()
+    assert found / 1e9 == pytest.approx(gigabytes, rel=0.06)
+
+
+@pytest.mark.parametrize("recompute", RECOMPUTE)
+@pytest.mark.parametrize("rank", [0, 16])
+@pytest.mark.parametrize("name", ["llama-3.1-8b", "qwen3-8b", "gemma-4-31b"])
+def test_our_trainer_keeps_what_its_own_formula_counts(name, rank, recompute):
+    """`step_memory` counts tensors one by one and is held against real runs."""
+    config, tokens = named_model(name).config, 4096
+    lora = LoraSpec(rank=rank, alpha=16.0) if rank else None
+    work = Workload(
+        tokens=2 * tokens, counted=2 * tokens, num_items=2, row_tokens=tokens, row_counted=tokens,
+        longest_row=tokens, document_tokens=tokens, num_trained=1, tensor_degree=1,
+        splits_tokens=False, lora_rank=rank, lora_alpha=16.0,
+        lora_targets=lora.targets if lora else (),
+    )  # fmt: skip
+    fsdp = build("data", {"name": "fsdp", "reduce_every_item": True})
+    units = units_of(config, work, [fsdp], Mesh(shard=8), 4)
+    plans = TrainingPlans(
+        data=8, shard=8, zero=3, num_micro=2, row_tokens=tokens, lora_rank=rank,
+        recompute=RECOMPUTE.index(recompute), method="lora" if rank else "full",
+        software="phalanx",
+    )  # fmt: skip
+    found = training_memory(shape_of(config), plans).logged_bytes.item()
+    counted = sum(memory_terms(config, work, units, recompute=recompute).values())
+    assert found == pytest.approx(counted, rel=0.08)
