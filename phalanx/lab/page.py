@@ -223,7 +223,8 @@ def _grids(found: Validation) -> Iterator[str]:
     yield "## Grids of plans"
     yield ""
     yield (
-        "Groups that differ in the plan alone, of at least five runs that ended. Regret: measured "
+        "Groups that differ in the plan alone, of at least five runs that ended; of serving, "
+        "engines of one model and accelerator at one load, by request latency. Regret: measured "
         "time of the plan that is predicted best, over the best measured. Failed choices: grids "
         "whose fastest plan predicted to fit is one that failed."
     )
@@ -276,6 +277,10 @@ def _definitions() -> Iterator[str]:
     yield "## Classes of rows, and minimum inputs"
     yield ""
     yield inspect.cleandoc(row_class.__doc__ or "").split("\n\n", 1)[1]
+    yield "| serving | all rows of a serving table |"
+    yield ""
+    for name, sources in (("GRIDS", row_class.GRIDS), ("VENDORS", row_class.VENDORS)):
+        yield f"`{name}` are sources whose names start with {', '.join(sources)}."
     yield ""
     yield (
         "A training row needs an accelerator of `phalanx/hardware`, `n_devices`, `dtype`, "

@@ -47,7 +47,7 @@ class GridScore:
 
     Attributes:
         ran, failed: runs that ended, and that crashed or ran out of memory.
-        spearman: of predicted and measured step times.
+        spearman: of predicted and measured step times (serving: request latencies).
         regret: measured time of the predicted best over the best measured, among runs that ended.
         choice_failed: the fastest of the plans that are predicted to fit is one that failed.
     """

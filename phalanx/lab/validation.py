@@ -25,6 +25,7 @@ from phalanx.lab.training_rows import TrainingRow
 
 LEAST_IN_GRID = 5  # runs that ended, for ranks to mean something
 _NOT_A_NUMBER = float("nan")
+_RANKED = "latency_s"
 Answer = TrainingPrediction | ServingPrediction
 Row = TrainingRow | ServingRow
 
@@ -40,7 +41,7 @@ def validate(training: Sequence[TrainingRow], serving: Sequence[ServingRow]) -> 
     answers: list[tuple[Row, Answer]] = [*zip(training, priced), *zip(serving, answered)]
     return Validation(
         sources=_source_scores(answers, points),
-        grids=_grid_scores(training, priced),
+        grids=[*_grid_scores(training, priced), *_serving_grids(serving, answered)],
         memory_calls=_memory_calls(training, priced),
         points=points,
     )
@@ -143,6 +144,30 @@ def _grid_score(
         regret=top_regret(measured, predicted),
         choice_failed=choice.failed,
     )
+
+
+def _serving_grids(
+    rows: Sequence[ServingRow], made: Sequence[ServingPrediction]
+) -> list[GridScore]:
+    """Engines of one model on one accelerator at one load, ranked by request latency."""
+    grids: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
+    for row, answer in zip(rows, made):
+        measured, predicted = row.measured.get(_RANKED), answer.values.get(_RANKED)
+        if measured and predicted is not None:
+            grids[row.source_id, row.rank_group].append((predicted.value, measured))
+    return [
+        GridScore(
+            source_id=source,
+            grid=name,
+            ran=len(pairs),
+            failed=0,
+            spearman=spearman(*zip(*pairs)),
+            regret=top_regret([pair[1] for pair in pairs], [pair[0] for pair in pairs]),
+            choice_failed=False,
+        )
+        for (source, name), pairs in grids.items()
+        if len(pairs) >= LEAST_IN_GRID
+    ]
 
 
 def _step(answer: TrainingPrediction) -> float:

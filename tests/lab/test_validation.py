@@ -2,13 +2,16 @@
 
 import json
 import math
+from collections import Counter
 
 import pytest
 
 from phalanx.cli import main
 from phalanx.lab.baseline import fit_constant_rate, useful_flops
+from phalanx.lab.csv_rows import seen_table
 from phalanx.lab.page import page, percent
 from phalanx.lab.scored import Validation, plain
+from phalanx.lab.serving_rows import read_serving
 from phalanx.lab.targets import TARGETS
 from phalanx.lab.training_predictions import predict_training
 from phalanx.lab.training_rows import read_training
@@ -95,6 +98,17 @@ def test_grids_are_ranked_among_runs_that_ended(tmp_path):
     (grid,) = validate(read_training(table(tmp_path, *plans, failed)), []).grids
     assert (grid.ran, grid.failed) == (5, 1)
     assert -1 <= grid.spearman <= 1 and grid.regret >= 1
+
+
+def test_engines_at_one_load_are_ranked_by_latency():
+    rows = read_serving(seen_table("serving"))
+    ranked = [row for row in rows if not row.missing and "latency_s" in row.measured]
+    (largest, _), *_ = Counter(row.rank_group for row in ranked).most_common(1)
+    of_one = [row for row in ranked if row.rank_group == largest]
+    found = validate([], of_one)
+    (grid,) = found.grids
+    assert grid.ran == len(of_one) and grid.regret >= 1 and abs(grid.spearman) <= 1
+    assert found.by_source("tpot_s") and found.predicted == len(of_one)
 
 
 def test_json_is_json_and_the_page_holds_the_targets(tmp_path, capsys):
