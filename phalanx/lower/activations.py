@@ -4,12 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 from math import ceil
 
 from phalanx.action import Action, Collective, Compute
 from phalanx.lower.chunk import PARTIAL_PLACEMENT, SPLIT_PLACEMENTS, Chunk, Placed
 from phalanx.policy import Exchange, Spec, Step
 from phalanx.workload import Block
+
+
+class _Rules:
+    """A spec that looks the rule of a module up once: every micro-batch asks for it again."""
+
+    def __init__(self, spec: Spec) -> None:
+        self.axis = spec.axis
+        self.rule_for = cache(spec.rule_for)
 
 
 def exchange_activations(chunks: list[Chunk], placed: Placed, spec: Spec) -> None:
@@ -28,12 +37,13 @@ def exchange_activations(chunks: list[Chunk], placed: Placed, spec: Spec) -> Non
     if degree == 1:
         return
     blocks = {block.name: block for unit in placed.work.units for block in unit.blocks}
+    rules = _Rules(spec)
     for chunk in chunks:
-        chunk.actions = _woven(chunk, placed, spec, blocks, degree)
+        chunk.actions = _woven(chunk, placed, rules, blocks, degree)
 
 
 def _woven(
-    chunk: Chunk, placed: Placed, spec: Spec, blocks: dict[str, Block], degree: int
+    chunk: Chunk, placed: Placed, spec: _Rules, blocks: dict[str, Block], degree: int
 ) -> list[Action]:
     out: list[Action] = []
     pending: tuple[str, ...] = ()  # exchanges that the next compute must wait for
@@ -72,7 +82,7 @@ def _blocks_of(action: Compute, placed: Placed, blocks: dict[str, Block]) -> lis
 
 
 def _exchanges(
-    inside: list[Block], spec: Spec, phase: str, at: str
+    inside: list[Block], spec: _Rules, phase: str, at: str
 ) -> Iterator[tuple[Block, Exchange]]:
     for block in inside:
         names = [f"{block.name}.{module.name}" for module in block.modules]
@@ -87,7 +97,7 @@ def _exchanges(
 
 
 def _collectives(
-    action: Compute, inside: list[Block], spec: Spec, at: str, degree: int
+    action: Compute, inside: list[Block], spec: _Rules, at: str, degree: int
 ) -> list[Collective]:
     phase = "F" if action.phase == "F" else "B"
     if action.phase == "W":  # weight gradients need nothing from other ranks
@@ -150,7 +160,7 @@ def _chain(collectives: list[Collective], first: tuple[str, ...]) -> list[Collec
     return out
 
 
-def _is_split(inside: list[Block], spec: Spec) -> bool:
+def _is_split(inside: list[Block], spec: _Rules) -> bool:
     names = [f"{block.name}.{module.name}" for block in inside for module in block.modules]
     rules = [spec.rule_for(name) for name in names]
     divides = (*SPLIT_PLACEMENTS, PARTIAL_PLACEMENT)
