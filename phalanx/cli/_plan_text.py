@@ -7,6 +7,7 @@ from itertools import combinations
 
 from phalanx.cli.output import paragraph, table, write
 from phalanx.planner.answers import Answer
+from phalanx.planner.given import Given
 from phalanx.planner.largest import Largest
 from phalanx.planner.price import PricedJob
 from phalanx.planner.profile import DataProfile
@@ -15,6 +16,7 @@ from phalanx.units import format_bytes, format_count, format_flops
 
 _GIBIBYTE = 2.0**30
 _MATTERS = 0.05  # of a step: what is told
+_INTERRUPTIONS = 0.1  # expected in a run: from here on they are told
 _HEADER = ("cluster", "verdict", "time", "cost", "peak of usable", "bound by")
 
 
@@ -33,6 +35,8 @@ def show(priced: PricedJob) -> None:
         _show_nearest(priced)
     else:
         write("nothing that fits was found near it\n")
+    for given in priced.given:
+        _show_given(given)
     for size in priced.sizes:
         paragraph(_size(size), hang=2)
     for found in priced.largest:
@@ -147,19 +151,33 @@ def _show_comparison(priced: PricedJob) -> None:
         ]
         text += f"; within each other's bars of cost: {', '.join(alike)}" if alike else ""
         paragraph(text, hang=2)
+    for each in fitting:
+        _show_rented(each, priced)
     host = max(priced.host_bytes(each) for each in fitting)
     paragraph(
         f"disk: weights {_gb(priced.model_bytes)}, checkpoint {_gb(priced.checkpoint_bytes)}; "
         f"host memory to load: {_gib(host)}",
         hang=2,
     )
-    sources = dict.fromkeys(each.source for each in fitting)
+    fitted = "fitted to published rows" if "fitted" in fitting[0].source else "with assumed rates"
     paragraph(
-        f"time: formula with 90 % bars; {'; '.join(sources)}. "
+        f"time: formula {fitted}, with 90 % bars (--explain: which). "
         "Loading, compiling, evaluation and failures are not in it",
         hang=2,
     )
     write("cost: that time at the list price of the devices alone (--explain: provider and date)\n")
+
+
+def _show_rented(each: Answer, priced: PricedJob) -> None:
+    """Where a run is long enough to be interrupted: what that leaves, on demand and on spot."""
+    runs = [run for run in priced.rented(each) if run.interruptions >= _INTERRUPTIONS]
+    told = [
+        f"{run.rental.terms} {dollars(tuple(run.usd))} in {duration(tuple(run.hours))}, "
+        f"{100 * run.goodput_frac.value:.1f} % of it training"
+        for run in runs
+    ]
+    if told:
+        paragraph(f"{each.asked.text} with failures and restarts: {'; '.join(told)}", hang=2)
 
 
 def _overlap(a: Sequence[float], b: Sequence[float]) -> bool:
@@ -174,6 +192,27 @@ def _show_nearest(priced: PricedJob) -> None:
         line = _line(each.answer, priced)
         lines.append([each.flags, line[0], *line[2:5]])
     table(("with", "cluster", "time", "cost", "peak of usable"), lines)
+
+
+def _show_given(given: Given) -> None:
+    """What the file's plan takes, and what to change of it."""
+    where = f"{given.answer.asked.text}: the file's plan"
+    if given.plan is None:
+        paragraph(f"{where}: {given.changes[0]}", hang=2)
+        return
+    sized, best = given.plan.sized, given.answer.best
+    limit = given.answer.limit_bytes / _GIBIBYTE
+    verdict = "fits" if given.fits else "does not fit"
+    step = duration([s / 3600 for s in (given.plan.total_s, given.plan.low_s, given.plan.high_s)])
+    paragraph(
+        f"{where} {verdict}, {sized.peak_bytes / _GIBIBYTE:.1f} of {limit:.1f} GiB, a step takes "
+        f"{step}: {sized.describe()}",
+        hang=2,
+    )
+    if best is not None and given.changes:
+        less = 1 - best.total_s / given.plan.total_s
+        gain = f"{100 * less:.0f} % less time" if given.fits else "to fit"
+        paragraph(f"change for {gain}: {'; '.join(given.changes)}", indent=2, hang=2)
 
 
 def _size(size: Size) -> str:
@@ -230,6 +269,8 @@ def explain(priced: PricedJob) -> None:
 
 def duration(hours: Sequence[float]) -> str:
     """Expected, least and most of a job in the unit that a reader would choose."""
+    if hours[0] == float("inf"):
+        return "no end"
     seconds = hours[0] * 3600
     scale, unit = (
         (1.0, "h") if seconds >= 5400 else (60.0, "min") if seconds >= 90 else (3600.0, "s")
@@ -241,7 +282,7 @@ def duration(hours: Sequence[float]) -> str:
 def dollars(values: Sequence[float]) -> str:
     """Expected, least and most; cents, unless there is less than one or far more."""
     if values[0] == float("inf"):
-        return "price unknown"
+        return "price unknown" if values[1] == float("inf") else "no end"
     digits = 0 if values[0] >= 100 else 2 if values[0] >= 0.1 else 4
     expected, least, most = (f"{each:,.{digits}f}" for each in values)
     return f"${expected} ({least} to {most})"

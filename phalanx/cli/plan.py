@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -12,6 +13,7 @@ from phalanx.errors import JobError
 
 if TYPE_CHECKING:
     from phalanx.job import Job
+    from phalanx.planner.importers import ForeignPlan
     from phalanx.planner.question import Question
 
 Target = Annotated[
@@ -50,14 +52,24 @@ LargestOf = Annotated[
     str, typer.Option("--largest", metavar="WHAT", help="Largest 'context' or 'micro-batch'.")
 ]
 Precision = Annotated[
-    str, typer.Option("--precision", help="Of matrix products: bf16, fp16, fp8, fp4.")
+    str, typer.Option("--precision", help="Of matrix products: bf16 (default), fp16, fp8, fp4.")
 ]
-BaseBits = Annotated[int, typer.Option("--base-bits", help="Of frozen weights: 16, 8, 4 (QLoRA).")]
+BaseBits = Annotated[int, typer.Option("--base-bits", help="Of frozen weights: 8 or 4 (QLoRA).")]
 Imbalance = Annotated[
     float, typer.Option("--expert-imbalance", help="Tokens of the busiest expert rank over mean.")
 ]
 Software = Annotated[
     str, typer.Option("--software", help="Whose efficiency is assumed, e.g. megatron, torch:2.6.")
+]
+
+
+From = Annotated[
+    str,
+    typer.Option(
+        "--from",
+        metavar="FILE",
+        help="Configuration of accelerate, axolotl, TRL, torchtitan or Megatron: price its plan.",
+    ),
 ]
 
 
@@ -80,10 +92,11 @@ def plan(
     deadline: Deadline = "",
     budget: Budget = "",
     largest: LargestOf = "",
-    precision: Precision = "bf16",
-    base_bits: BaseBits = 16,
+    precision: Precision = "",
+    base_bits: BaseBits = 0,
     expert_imbalance: Imbalance = 1.0,
     software: Software = "",
+    foreign_file: From = "",
     output: Output = "",
     explain: Explain = False,
     json_file: JsonFile = "",
@@ -102,30 +115,52 @@ def plan(
     if seq and data:
         rule = f"contradict each other: rows come from {data}, or all have one length"
         raise JobError("job/syntax", "--seq, --data", seq, rule)
+    others = _method(lora, full, is_pretraining=bool(seq and not is_file))
+    if global_tokens:
+        others["train.global_batch_tokens"] = row_count(global_tokens, "--global-tokens")
+    others |= {"limits.time_s": deadline, "model.name": model if is_file else model or target}
+    others |= {"data.source": data}
+    foreign = _read_foreign(foreign_file, on, others, context.args) if foreign_file else None
+    rows = foreign.row_tokens or 0 if foreign is not None and not others["data.source"] else 0
     question = Question(
         on=on,
         whole_epoch=not is_file,
-        seq_tokens=row_count(seq, "--seq") if seq else 0,
+        seq_tokens=row_count(seq, "--seq") if seq else rows,
         total_tokens=total_count(tokens) if tokens else 0.0,
         budget_usd=dollars_of(budget) if budget else 0.0,
         sizes=bool(deadline or budget),
         largest=largest,
-        precision=precision,
-        base_bits=base_bits,
+        precision=precision or (foreign.precision if foreign else "") or "bf16",
+        base_bits=base_bits or (foreign.base_bits if foreign else 0) or 16,
         expert_imbalance=expert_imbalance,
-        software=software,
+        software=software or (foreign.software if foreign else ""),
+        foreign=foreign,
     )
-    others = _method(lora, full, is_pretraining=bool(seq and not is_file))
-    if global_tokens:
-        others["train.global_batch_tokens"] = row_count(global_tokens, "--global-tokens")
-    others["limits.time_s"] = deadline
-    job = resolve(
-        target if is_file else "", model if is_file else model or target, data, context.args, others
-    )
+    job = resolve(target if is_file else "", "", "", context.args, others)
     if is_simulated(job):
         _simulate(job, on, output, explain, json_file)
     else:
         _price(job, question, output, explain, json_file)
+
+
+def _read_foreign(path: str, on: str, others: dict[str, Any], arguments: list[str]) -> ForeignPlan:
+    """Another program's configuration; what it states of the job is added to `others`, unless the
+    user's own flags say it."""
+    from phalanx.job import parse_flags
+    from phalanx.planner.clusters import asked_clusters
+    from phalanx.planner.importers import job_keys, read_foreign
+
+    foreign = read_foreign(path)
+    if foreign.role != "train":
+        rule = "is the configuration of a server; a training plan was asked for"
+        raise JobError("job/bad-value", "--from", path, rule)
+    number = asked_clusters(on)[0].cluster.num_devices if on else 0
+    own = {*parse_flags(arguments), *(key for key, value in others.items() if value)}
+    for key, value in job_keys(foreign, number).items():
+        is_elsewhere = key == "data.source" and not Path(str(value)).exists()
+        if key not in own and not is_elsewhere:
+            others[key] = value
+    return foreign
 
 
 def _method(lora: int | None, full: bool, *, is_pretraining: bool) -> dict[str, Any]:

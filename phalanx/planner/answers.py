@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from phalanx.cost.training_plans import RECOMPUTE
+from phalanx.cost.training_step import StepTimes
 from phalanx.planner.clusters import AskedCluster
 from phalanx.planner.runnable import Layout, layout_of
 from phalanx.planner.training import Training
@@ -91,6 +92,16 @@ class PricedPlan:
             group = "links" if name in LINKS else "compute" if name == "head" else name
             found[group] = found.get(group, 0.0) + seconds / self.total_s
         return found
+
+
+def priced_plan(sized: SizedPlan, times: StepTimes, index: int) -> PricedPlan:
+    """A plan with its row of a table of times."""
+    return PricedPlan(
+        sized=sized,
+        parts={name: float(column[index]) for name, column in times.parts.items()},
+        low_s=float(times.low_s[index]),
+        high_s=float(times.high_s[index]),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,6 +10,8 @@ from math import ceil
 from threading import Timer
 from typing import Any
 
+from phalanx.cost.bars import Bar
+from phalanx.cost.goodput import RunCost, run_costs
 from phalanx.cost.training_plans import RECOMPUTE
 from phalanx.errors import JobError, nearest_numbers
 from phalanx.job import Job
@@ -25,6 +27,7 @@ from phalanx.models.spec import (
 )
 from phalanx.planner.answers import Answer
 from phalanx.planner.clusters import AskedCluster, asked_clusters
+from phalanx.planner.given import Given, given_plan
 from phalanx.planner.largest import Largest, largest_of
 from phalanx.planner.models import PricedModel, priced_model
 from phalanx.planner.nearest import Nearest, nearest_that_fit
@@ -48,6 +51,7 @@ class PricedJob:
         nearest: jobs that fit, where no cluster does.
         sizes: devices of each kind that meet deadline and budget, where that was asked.
         largest: the largest context or micro-batch of each cluster, where that was asked.
+        given: the plan of another program's file on each cluster, where one was named.
         of_one_step: nothing says how long the job is; hours and dollars are of one step.
         notes: what a reader has to know of how the job was read.
     """
@@ -59,6 +63,7 @@ class PricedJob:
     nearest: Sequence[Nearest]
     sizes: Sequence[Size]
     largest: Sequence[Largest]
+    given: Sequence[Given]
     of_one_step: bool
     notes: Sequence[str]
 
@@ -112,6 +117,13 @@ class PricedJob:
         config = self.training.config
         return float(weight_bytes(config)) if config is not None else 2.0 * self.num_params
 
+    def rented(self, each: Answer) -> Sequence[RunCost]:
+        """The whole run with failures, in every way that its cluster can be rented."""
+        if each.best is None or self.of_one_step:
+            return ()
+        hours, one_checkpoint = Bar(*each.hours), self.checkpoint_bytes / self.training.checkpoints
+        return run_costs(each.asked.cluster, hours, checkpoint_bytes=one_checkpoint)
+
     def host_bytes(self, each: Answer) -> float:
         """Memory of a host while its ranks load: each holds one whole tensor at a time."""
         config, shape = self.training.config, self.training.shape
@@ -142,7 +154,10 @@ class PricedJob:
             "checkpoint_bytes": self.checkpoint_bytes,
             "model_bytes": self.model_bytes,
             "clusters": [
-                each.to_dict() | {"host_bytes": self.host_bytes(each)} for each in self.answers
+                each.to_dict()
+                | {"host_bytes": self.host_bytes(each)}
+                | {"rented": [run.to_dict() for run in self.rented(each)]}
+                for each in self.answers
             ],
             "nearest": [
                 {"change": each.change, "flags": each.flags} | each.answer.to_dict()
@@ -150,6 +165,7 @@ class PricedJob:
             ],
             "sizes": [each.to_dict() for each in self.sizes],
             "largest": [each.to_dict() for each in self.largest],
+            "given": [each.to_dict() for each in self.given],
             "notes": list(self.notes),
         }
 
@@ -207,6 +223,7 @@ def price_job(job: Job, question: Question | None = None) -> PricedJob:
         nearest=nearest,
         sizes=[smallest_size(each, **options) for each in answers] if asks.sizes else [],
         largest=[largest_of(asks.largest, each) for each in answers] if asks.largest else [],
+        given=[given_plan(asks.foreign, each) for each in answers] if asks.foreign else [],
         of_one_step=of_one_step,
         notes=notes,
     )
@@ -257,20 +274,20 @@ def _training(job: Job, model: PricedModel, asks: Question) -> tuple[Training, b
         expert_imbalance=asks.expert_imbalance,
         software=asks.software,
     )
-    is_open = not {"train.steps", "train.epochs"} & set(job.origin)
     if asks.seq_tokens:
-        return _fixed_rows(given, model, asks, is_open=is_open)
+        return _fixed_rows(given, model, asks, says_steps="train.steps" in job.origin)
     profile = _profile(job, model)
     if 0 < job.plan.row_tokens < profile.longest:
         rule = f"a document has {profile.longest} tokens and is never cut between rows"
         where = "plan.row_tokens"
         raise JobError("job/bad-value", where, job.plan.row_tokens, rule, legal=[profile.longest])
+    is_open = not {"train.steps", "train.epochs"} & set(job.origin)
     epochs = 1.0 if asks.whole_epoch and is_open else job.train.epochs
     return replace(given, profile=profile, epochs=epochs), False
 
 
 def _fixed_rows(
-    given: Training, model: PricedModel, asks: Question, *, is_open: bool
+    given: Training, model: PricedModel, asks: Question, *, says_steps: bool
 ) -> tuple[Training, bool]:
     """Rows of one length, that the model has positions for and that fill the batch."""
     seq, batch = asks.seq_tokens, given.batch_tokens
@@ -284,7 +301,7 @@ def _fixed_rows(
     steps = given.steps
     if asks.total_tokens:
         steps = ceil(asks.total_tokens / batch)
-    of_one_step = is_open and not asks.total_tokens
+    of_one_step = not says_steps and not asks.total_tokens
     return replace(
         given, seq_tokens=seq, epochs=0.0, steps=1 if of_one_step else steps
     ), of_one_step

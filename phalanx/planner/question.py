@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from math import isfinite
 
 from phalanx.errors import JobError, shown
+from phalanx.planner.importers import ForeignPlan
 from phalanx.units import parse_quantity
 
 LARGEST = ("context", "micro-batch")
@@ -29,6 +30,7 @@ class Question:
         sizes: how many devices of each kind meet deadline and budget is asked too.
         largest: one of `LARGEST`, or "".
         precision, base_bits, expert_imbalance, software: as in `planner.training.Training`.
+        foreign: what another program's configuration says.
     """
 
     on: str = ""
@@ -42,6 +44,7 @@ class Question:
     base_bits: int = 16
     expert_imbalance: float = 1.0
     software: str = ""
+    foreign: ForeignPlan | None = None
 
     def __post_init__(self) -> None:
         self._require("--budget", self.budget_usd, 0.0)

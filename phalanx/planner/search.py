@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from phalanx.cost.training_step import StepTimes, training_step
-from phalanx.planner.answers import Answer, PricedPlan
+from phalanx.planner.answers import Answer, PricedPlan, priced_plan
 from phalanx.planner.clusters import AskedCluster
 from phalanx.planner.sized import SizedPlans, limit_of, sized_plans
 from phalanx.planner.training import Training
@@ -106,9 +106,4 @@ class _Ranked:
         if place < 0 or place >= len(self.order):
             return None
         index = int(self.order[place])
-        return PricedPlan(
-            sized=self._sized.at(index),
-            parts={name: float(column[index]) for name, column in self._times.parts.items()},
-            low_s=float(self._times.low_s[index]),
-            high_s=float(self._times.high_s[index]),
-        )
+        return priced_plan(self._sized.at(index), self._times, index)

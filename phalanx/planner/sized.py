@@ -108,21 +108,26 @@ def sized_plans(training: Training, cluster: Cluster, limit_bytes: float = 0.0) 
         mesh=choice.mesh,
     )
     table = table.joined(offload=np.zeros(len(table)))
-    found = _sized(training, cluster, table, illegal)
+    found = sized_table(training, cluster, table, illegal)
     if training.method == "lora" or not len(table):
         return found
     too_large = found.memory.peak_bytes > limit_of(cluster, limit_bytes)
     if not too_large.any():
         return found
     apart = table.keep(too_large)
-    return _sized(
+    return sized_table(
         training, cluster, table.stacked(apart.joined(offload=np.ones(len(apart)))), illegal
     )
 
 
-def _sized(
+def sized_table(
     training: Training, cluster: Cluster, table: Table, illegal: Mapping[str, int]
 ) -> SizedPlans:
+    """The memory of listed plans.
+
+    Args:
+        table: columns of `TrainingPlans`, "longest_tokens" and "row_limit".
+    """
     columns = {name: table[name] for name in COLUMNS if name in table.columns}
     plans = TrainingPlans(
         **columns,

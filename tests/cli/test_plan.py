@@ -100,7 +100,7 @@ def test_the_flags_of_the_nearest_make_it_fit(chat, capsys):
 def test_explain_names_terms_and_sources(chat, capsys):
     assert plan(MODEL, "--data", chat, "--on", "2xh100", "--explain") == 0
     text = " ".join(capsys.readouterr().out.split())
-    for part in ("memory, weights", "step by the formula, compute", "efficiencies of",
+    for part in ("memory, weights", "step by the formula, compute", "efficiencies",
                  "ml-engineering", "AWS p5.48xlarge", "data.source"):  # fmt: skip
         assert part in text
 

@@ -1,0 +1,98 @@
+"""The plan that another program's configuration names, priced beside the best one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from phalanx.cost.training_plans import COLUMNS, TrainingPlans
+from phalanx.cost.training_step import training_step
+from phalanx.errors import PlanError
+from phalanx.planner.answers import Answer, PricedPlan, priced_plan
+from phalanx.planner.columns import Table
+from phalanx.planner.importers import ForeignPlan, changes, foreign_plans
+from phalanx.planner.sized import sized_table
+from phalanx.planner.training import Training
+
+
+@dataclass(frozen=True)
+class Given:
+    """A file's plan on one cluster.
+
+    Attributes:
+        answer: what the cluster can do.
+        plan: priced; None where it cannot be laid on the cluster.
+        changes: from it to the best plan, in words; or why it cannot be laid there.
+    """
+
+    answer: Answer
+    plan: PricedPlan | None
+    changes: tuple[str, ...]
+
+    @property
+    def fits(self) -> bool:
+        """Whether its memory is expected to suffice."""
+        return self.plan is not None and self.plan.sized.peak_bytes <= self.answer.limit_bytes
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        table: dict[str, Any] = {"cluster": str(self.answer.asked.cluster), "fits": self.fits}
+        table["changes"] = list(self.changes)
+        if self.plan is not None:
+            sized = self.plan.sized
+            table |= {"words": sized.describe(), "columns": dict(sized.row)}
+            table |= {"step_s": self.plan.total_s, "least_s": self.plan.low_s}
+            table |= {"most_s": self.plan.high_s, "peak_bytes": sized.peak_bytes}
+            table |= {"memory": dict(sized.terms), "seconds": dict(self.plan.parts)}
+        return table
+
+
+def given_plan(foreign: ForeignPlan, answer: Answer) -> Given:
+    """Price a file's plan where an answer was found, and say what the best plan does otherwise."""
+    training, cluster = answer.training, answer.asked.cluster
+    try:
+        plans = foreign_plans(
+            foreign, cluster.num_devices, row_tokens=_row_tokens(foreign, training)
+        )
+    except PlanError as error:
+        return Given(answer, None, (str(error),))
+    table = _table(foreign, training, plans)
+    sized = sized_table(training, cluster, table, {})
+    times = training_step(training.shape, sized.plans, cluster.machine)
+    priced = priced_plan(sized.at(0), times, 0)
+    best = () if answer.best is None else _to(answer.best, sized.plans)
+    return Given(answer, priced, best)
+
+
+def _to(best: PricedPlan, given: TrainingPlans) -> tuple[str, ...]:
+    row: dict[str, Any] = dict(best.sized.row)
+    return tuple(changes(given, TrainingPlans(**row)))
+
+
+def _row_tokens(foreign: ForeignPlan, training: Training) -> int:
+    """Of a row: as the file says where rows are packed, else of the longest of a micro-batch."""
+    if training.profile is None or foreign.packed is not False:
+        return foreign.row_tokens or training.rows.longest
+    rows = foreign.micro_rows or 1
+    longest = training.profile.quantile(rows / (rows + 1.0))
+    return min(longest, foreign.row_tokens or longest)
+
+
+def _table(foreign: ForeignPlan, training: Training, plans: TrainingPlans) -> Table:
+    """One row, with what the data says of documents and targets."""
+    columns: Mapping[str, np.ndarray] = plans.columns()
+    row = {name: columns[name] for name in COLUMNS if name != "expert_imbalance"}
+    tokens = row["row_tokens"]
+    longest = tokens
+    if training.profile is not None:
+        ways = training.rows.options(int(row["data"][0]))
+        for name in ("document_tokens", "counted_frac", "imbalance"):
+            row[name] = np.array([ways[name][0]])
+        row["document_tokens"] = np.minimum(row["document_tokens"], tokens)
+        if foreign.packed is False:
+            longest = np.minimum(training.profile.longest, foreign.row_tokens or np.inf)
+            longest = np.array([float(longest)])
+    return Table({**row, "longest_tokens": longest, "row_limit": row["micro_rows"] * longest})
