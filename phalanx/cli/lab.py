@@ -1,4 +1,4 @@
-"""`phalanx lab validate|calibrate`: the planner against measurements, and this machine measured."""
+"""`phalanx lab validate|calibrate|remember`: the planner against what was measured."""
 
 from __future__ import annotations
 
@@ -37,6 +37,7 @@ def register(app: typer.Typer) -> None:
     verbs = group(app, "lab", "The planner against measurements, and this machine measured.")
     verbs.command("validate")(validate_tables)
     verbs.command("calibrate")(calibrate)
+    verbs.command("remember")(remember_runs)
 
 
 def validate_tables(
@@ -120,6 +121,36 @@ def calibrate(output: Output = "", devices: Devices = 0, json_file: JsonFile = "
             paragraph(f"wrote {path}; plan for it with --on {machine.devices_per_domain}x{here}")
         else:
             paragraph("-o here.toml keeps this as a machine file, with the source of each figure")
+
+    emit(document, json_file, show)
+
+
+def remember_runs(
+    folders: Annotated[list[str], typer.Argument(metavar="RUN...", help="Folders of runs.")],
+    output: Annotated[
+        str,
+        typer.Option("-o", "--output", metavar="FILE", help="Keep them here, not in the cache."),
+    ] = "",
+    json_file: JsonFile = "",
+) -> None:
+    """Keep the measured steps of finished runs, so that later plans on such a device use them."""
+    from pathlib import Path
+
+    from phalanx.planner.feedback import read_run, remember
+    from phalanx.units import format_s
+
+    runs = [read_run(folder) for folder in folders]
+    kept = [remember(run, Path(output) if output else None) for run in runs]
+    document = versioned("measured", runs=[asdict(run) for run in runs], files=[*map(str, kept)])
+
+    def show() -> None:
+        lines = [
+            [run.name, format_s(run.step_s), str(run.num_steps), run.method, run.dtype, run.device]
+            for run in runs
+        ]
+        table(("run", "step", "of steps", "method", "dtype", "device"), lines)
+        write("\n")
+        paragraph(f"kept in {', '.join(dict.fromkeys(map(str, kept)))}")
 
     emit(document, json_file, show)
 

@@ -178,3 +178,31 @@ def test_this_machine_is_measured_into_a_file_that_plans_read(tmp_path, capsys, 
     assert read_machine(str(path)).memory == read_machine("l40s").memory
     document = json.loads((tmp_path / "m.json").read_text())
     assert document["figures"]["matmul"]["source"]
+
+
+def test_measured_runs_are_kept_once_and_a_folder_without_a_run_exits_2(
+    tmp_path, capsys, monkeypatch
+):
+    from phalanx.planner import feedback
+
+    run_of = feedback.MeasuredRun(
+        name="tiny",
+        key="1",
+        device="a device",
+        software={"phalanx": "0", "torch": "2"},
+        method="full",
+        dtype="bfloat16",
+        lora_rank=0,
+        config={},
+        plan={},
+        step_s=0.25,
+        num_steps=7,
+    )
+    monkeypatch.setattr(feedback, "read_run", lambda folder: run_of)
+    path = tmp_path / "measured.json"
+    assert main(["lab", "remember", "a", "b", "-o", str(path)]) == 0
+    assert "250 ms" in capsys.readouterr().out
+    assert len(json.loads(path.read_text())["runs"]) == 1
+    monkeypatch.undo()
+    assert main(["lab", "remember", str(tmp_path)]) == 2
+    assert "holds no finished run" in capsys.readouterr().err
