@@ -1,0 +1,231 @@
+"""Plans played as events: what a closed form of the pipeline leaves out.
+
+The formula of a step (`cost.training_step`) gives every schedule an idle share for equal stages and
+adds messages one after another. Here the schedule itself is played, with stages of unequal layers,
+the head on the last, messages that hide behind compute where they can, and, if asked, documents of
+other lengths on every rank. Everything else of the step keeps the formula's seconds. No torch.
+
+A pass of a chunk of l layers takes l times a layer's parts of a micro-batch; the forward pass has a
+third of the compute (without weight gradients 0.47 of it: attention's backward is 2.5 of its
+forward) and one of the passes of every exchange.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from phalanx.cost.model_shape import ModelShape
+from phalanx.cost.training_bubble import bubble_micro_batches
+from phalanx.cost.training_plans import RECOMPUTE, SCHEDULES, TrainingPlans
+from phalanx.cost.training_step import StepTimes, training_step
+from phalanx.errors import JobError
+from phalanx.hardware import Machine
+from phalanx.registry import build
+from phalanx.worlds.pipeline_arrays import Played, Wired, play, wire
+
+PLAYED = ("gpipe", "1f1b", "interleaved")  # schedules that have an order
+_OF_LAYERS = ("compute", "recompute", "tensor", "expert", "context", "overhead")
+_EXCHANGES = ("tensor", "expert", "context", "overhead")
+_FORWARD_SHARE = {"pretrain": 1 / 3, "full": 1 / 3, "lora": 0.47}
+_LONG, _LONGER = 4, 6  # times as many micro-batches as ranks: the middle repeats itself from here
+
+
+@dataclass(frozen=True)
+class Refined:
+    """N plans, with the pipeline's part played.
+
+    Attributes:
+        total_s: the steps [N].
+        waits_s: time of the busiest pipeline rank in which it waits, of the whole step [N].
+        is_played: whether the plan's schedule was played; others keep the formula [N].
+    """
+
+    total_s: np.ndarray
+    waits_s: np.ndarray
+    is_played: np.ndarray
+
+
+def refine(shape: ModelShape, plans: TrainingPlans, times: StepTimes) -> Refined:
+    """Play the pipelines of some plans, one after another (5 to 100 ms each).
+
+    Args:
+        times: of these plans, from `training_step`.
+    """
+    columns, count = plans.columns(), (plans.shape or (1,))[0]
+    total_s = np.array(times.total_s, dtype=float).reshape(count)
+    waits_s = (times.parts["bubble"] + times.parts["pipeline"]).astype(float).reshape(count)
+    is_played = np.zeros(count, dtype=bool)
+    for at in range(count):
+        row = {name: column[at] for name, column in columns.items()}
+        if row["pipeline"] == 1 or SCHEDULES[row["schedule"]] not in PLAYED:
+            continue
+        parts = {name: float(values.reshape(count)[at]) for name, values in times.parts.items()}
+        stages = _stages(shape, plans, row, parts)
+        played_s = _waits_of(row, stages)
+        total_s[at] += played_s - waits_s[at]
+        waits_s[at], is_played[at] = played_s, True
+    return Refined(total_s, waits_s, is_played)
+
+
+@dataclass(frozen=True)
+class _Stages:
+    """Seconds of one micro-batch [stages, 1, 1], and of a message."""
+
+    forward_s: np.ndarray
+    backward_s: np.ndarray
+    message_s: float
+
+
+def _stages(
+    shape: ModelShape, plans: TrainingPlans, row: dict[str, Any], parts: dict[str, float]
+) -> _Stages:
+    pipeline, chunks = int(row["pipeline"]), _chunks(row)
+    layers = chunk_layers(shape.num_layers, pipeline * chunks)
+    of_rank = layers.reshape(chunks, pipeline).sum(axis=0)
+    counted = of_rank[-1] if parts["head"] > 0 else of_rank.max()
+    each = {name: parts[name] / row["num_micro"] / counted for name in _OF_LAYERS}
+    is_full = row["recompute"] == RECOMPUTE.index("full")
+    share = _FORWARD_SHARE[plans.method]
+    forward_s = share * each["compute"]
+    forward_s += sum(each[name] for name in _EXCHANGES) / (3 if is_full else 2)
+    forward = layers * forward_s
+    backward = layers * (sum(each.values()) - forward_s)
+    head_s = parts["head"] / row["num_micro"]
+    if not head_s:  # the last rank is not the fullest, so the formula does not say
+        per_layer = shape.product_flops_per_token / shape.num_layers
+        head_s = each["compute"] * shape.head_flops_per_token * row["counted_frac"] / per_layer
+    forward[-1] += share * head_s
+    backward[-1] += (1 - share) * head_s
+    idle = bubble_micro_batches(row["schedule"], pipeline, row["virtual"])
+    messages = 2 * row["virtual"] * (row["num_micro"] + idle)
+    message_s = parts["pipeline"] / float(messages)
+    return _Stages(forward[:, None, None], backward[:, None, None], message_s)
+
+
+def chunk_layers(num_layers: int, chunks: int) -> np.ndarray:
+    """Layers of each chunk along the model, as equal as can be; what remains goes to the middle,
+    so that the ends, which hold the embedding and the head, carry less."""
+    base, rest = divmod(num_layers, chunks)
+    layers = np.full(chunks, base)
+    first = (chunks - rest) // 2
+    layers[first : first + rest] += 1
+    return layers
+
+
+def _chunks(row: dict[str, Any]) -> int:
+    """Model chunks of a rank."""
+    return int(row["virtual"]) if SCHEDULES[row["schedule"]] == "interleaved" else 1
+
+
+@lru_cache(maxsize=64)
+def _wired(schedule: str, pipeline: int, virtual: int, num_micro: int) -> Wired:
+    options = {"virtual": virtual} if schedule == "interleaved" else {}
+    return wire(build("pipeline", {"name": schedule, **options}).order(pipeline, num_micro))
+
+
+def _waits_of(row: dict[str, Any], stages: _Stages) -> float:
+    """Of the busiest rank. A long step repeats its middle, so two shorter ones tell it."""
+    pipeline, num_micro = int(row["pipeline"]), int(row["num_micro"])
+    if num_micro <= _LONGER * pipeline:
+        return _played_waits(row, stages, num_micro)
+    short, longer = _LONG * pipeline, _LONGER * pipeline
+    first_s, second_s = (_played_waits(row, stages, count) for count in (short, longer))
+    return first_s + (second_s - first_s) * (num_micro - short) / (longer - short)
+
+
+def _played_waits(row: dict[str, Any], stages: _Stages, num_micro: int) -> float:
+    name = SCHEDULES[row["schedule"]]
+    wired = _wired(name, int(row["pipeline"]), _chunks(row), num_micro)
+    played = play(wired, stages.forward_s, stages.backward_s, stages.message_s)
+    return float(played.step_s[0] - played.busy_s.max())
+
+
+@dataclass(frozen=True)
+class DocumentStep:
+    """A step in which every data rank has documents of its own.
+
+    Attributes:
+        step_s: until the slowest rank is through, with the exchange of gradients and the optimizer.
+        pipeline_s: of each data rank, forward and backward passes with their waits [data].
+        played: all pipelines.
+        work_imbalance: work of the heaviest data rank over the mean.
+    """
+
+    step_s: float
+    pipeline_s: np.ndarray
+    played: Played
+    work_imbalance: float
+
+
+def play_documents(
+    shape: ModelShape,
+    plan: TrainingPlans,
+    machine: Machine,
+    documents: Sequence[Sequence[Sequence[int]]],
+) -> DocumentStep:
+    """Play one plan with the documents that each data rank really has. Nothing is folded.
+
+    Args:
+        plan: a table of one row.
+        documents: data rank -> micro-batch -> lengths of its documents, in tokens; every rank the
+            same number of micro-batches. Work within a context group is taken as equal.
+
+    Raises:
+        JobError: `job/bad-value` for documents that do not match the plan, or have no length.
+    """
+    row = {name: column[0] for name, column in plan.columns().items()}
+    tokens_DM, squares_DM = _sums(documents, int(row["data"]), int(row["num_micro"]))
+    schedule = SCHEDULES[row["schedule"]]
+    if schedule not in PLAYED:
+        rule = "this schedule has no order to play"
+        raise JobError("job/bad-value", "schedule", schedule, rule, legal=PLAYED)
+    even = replace(plan, imbalance=1.0)
+    mean_tokens, row_tokens = float(tokens_DM.mean()), int(row["micro_rows"] * row["row_tokens"])
+    short, long = (
+        training_step(shape, replace(even, document_tokens=length), machine)
+        for length in (max(1, row_tokens // 2), row_tokens)
+    )
+    parts = {name: float(values.reshape(-1)[0]) for name, values in long.parts.items()}
+    stages = _stages(shape, plan, row, parts)
+    # seconds are linear in the tokens of a micro-batch and in the squares of its documents
+    fixed = 2 * short.parts["compute"] - long.parts["compute"]
+    square_share = 1.0 - float(fixed.reshape(-1)[0]) / parts["compute"]
+    weight_DM = (1 - square_share) * tokens_DM / row_tokens
+    weight_DM = weight_DM + square_share * squares_DM / (row_tokens * float(row_tokens))
+    weight_1MD = weight_DM.T[None]
+    wired = _wired(schedule, int(row["pipeline"]), _chunks(row), int(row["num_micro"]))
+    message_s = stages.message_s * mean_tokens / row_tokens
+    played = play(wired, stages.forward_s * weight_1MD, stages.backward_s * weight_1MD, message_s)
+    after_s = parts["data"] + parts["optimizer"]
+    work_D = weight_DM.sum(axis=1)
+    return DocumentStep(
+        step_s=float(played.step_s.max()) + after_s,
+        pipeline_s=played.step_s,
+        played=played,
+        work_imbalance=float(work_D.max() / work_D.mean()),
+    )
+
+
+def _sums(
+    documents: Sequence[Sequence[Sequence[int]]], data: int, num_micro: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens, and squares of lengths, of each micro-batch [data, micro-batches]."""
+    counts = {len(rank) for rank in documents}
+    if len(documents) != data or counts != {num_micro}:
+        rule = f"must give {num_micro} micro-batches for each of {data} data ranks"
+        given = f"{len(documents)} ranks of {sorted(counts)} micro-batches"
+        raise JobError("job/bad-value", "documents", given, rule)
+    tokens, squares = np.zeros((data, num_micro)), np.zeros((data, num_micro))
+    for at, rank in enumerate(documents):
+        for item, lengths in enumerate(rank):
+            each = np.asarray(lengths, dtype=float)
+            if not each.size or not (each >= 1).all():
+                where = f"documents[{at}][{item}]"
+                raise JobError("job/bad-value", where, list(lengths)[:4], "needs lengths >= 1")
+            tokens[at, item], squares[at, item] = each.sum(), (each * each).sum()
+    return tokens, squares
