@@ -37,7 +37,6 @@ def machine_names() -> list[str]:
     return list(_shipped())
 
 
-@cache
 def read_machine(name: str) -> Machine:
     """A machine by its name, or by the path of a TOML file.
 
@@ -46,19 +45,25 @@ def read_machine(name: str) -> Machine:
             `job/bad-value`, `job/syntax` or `unit/unknown` for a file that is incomplete,
             contradicts itself or says something else.
     """
-    known = machine_names()
-    is_path = name.endswith(".toml")
+    if name in _shipped():
+        return _shipped_machine(name)
     rule = "no such machine"
-    if is_path or name in known:
-        path = Path(name) if is_path else _folder() / f"{name}.toml"
+    if name.endswith(".toml"):
+        path = Path(name)
         try:
             content = path.read_bytes()
         except (OSError, ValueError) as error:  # ValueError: a path with a NUL
             rule = getattr(error, "strerror", None) or str(error)
         else:
             return _machine(parse_toml(content, str(path)), path)
-    legal = nearest_names(name, known) or known
+    legal = nearest_names(name, _shipped()) or list(_shipped())
     raise JobError("registry/unknown", "machine", shown(name), rule, legal=legal)
+
+
+@cache
+def _shipped_machine(name: str) -> Machine:
+    path = _folder() / f"{name}.toml"
+    return _machine(parse_toml(path.read_bytes(), str(path)), path)
 
 
 def _machine(table: dict[str, Any], path: Path) -> Machine:

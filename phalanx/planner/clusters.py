@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from phalanx.errors import JobError
-from phalanx.hardware import Cluster, MixedCluster, machine_names, read_cluster
+from phalanx.hardware import Cluster, MixedCluster, read_cluster, read_machine
 
 MOST_CLUSTERS = 32
+HERE_FILE = "here.toml"  # of the current folder: this machine, as `phalanx lab calibrate` wrote it
 
 
 @dataclass(frozen=True)
@@ -28,11 +30,11 @@ class AskedCluster:
 
 
 def asked_clusters(text: str) -> list[AskedCluster]:
-    """Clusters separated by commas.
+    """Clusters separated by commas; "here" is the machine of `here.toml` with all its devices.
 
     Raises:
-        JobError: `job/bad-value` for "here", an empty or a very long list, one named twice; from
-            `read_cluster`.
+        JobError: `job/bad-value` for an empty or a very long list, one named twice, and "here"
+            where this machine was not measured; from `read_cluster`.
     """
     names = [name.strip() for name in text.split(",")]
     if not all(names) or len(names) > MOST_CLUSTERS:
@@ -43,18 +45,28 @@ def asked_clusters(text: str) -> list[AskedCluster]:
     found: dict[Cluster, AskedCluster] = {}
     for name in names:
         if name.lower() == "here":
-            rule = "name a cluster; `phalanx run` plans for this machine and measures it first"
-            legal = [f"8x{each}" for each in machine_names()]
-            raise JobError("job/bad-value", "plan.on", "here", rule, legal=legal)
-        read = read_cluster(name)
+            read: Cluster | MixedCluster = _this_machine()
+        else:
+            read = read_cluster(name)
         mixed = read if isinstance(read, MixedCluster) else None
         cluster = read.as_one() if isinstance(read, MixedCluster) else read
         if cluster in found:
             rule = f"is the same as {found[cluster].text}"
             raise JobError("job/bad-value", "--on", name, rule)
         note = _mixed_note(mixed) if mixed else _note(name, cluster)
+        if name.lower() == "here":
+            note = f"all of {HERE_FILE}, measured on {cluster.machine.matmul.date}"
         found[cluster] = AskedCluster(name, cluster, note, mixed)
     return list(found.values())
+
+
+def _this_machine() -> Cluster:
+    if not Path(HERE_FILE).is_file():
+        rule = f"there is no {HERE_FILE}; measure this machine first (`phalanx run` does so itself)"
+        legal = [f"phalanx lab calibrate -o {HERE_FILE}", "8xh100"]
+        raise JobError("job/bad-value", "plan.on", "here", rule, legal=legal)
+    machine = read_machine(HERE_FILE)
+    return Cluster(machine, machine.devices_per_domain)
 
 
 def _note(name: str, cluster: Cluster) -> str:

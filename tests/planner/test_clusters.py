@@ -5,6 +5,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from phalanx.errors import JobError, PhalanxError
+from phalanx.hardware import read_machine
+from phalanx.hardware.write import machine_toml
 from phalanx.planner.clusters import asked_clusters
 
 
@@ -14,6 +16,18 @@ def test_clusters_are_read_in_their_order_and_a_slice_says_how_many_chips_it_is(
     assert [each.note for each in found[:2]] == ["", ""]
     assert found[2].note.startswith("v5p-8 counts TensorCores, 2 to a chip: 4 chips; a price")
     assert found[3].note.startswith("v6e-8: a price")  # this name counts chips
+
+
+def test_here_is_the_machine_that_was_measured_in_this_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(JobError, match="phalanx lab calibrate -o here"):
+        asked_clusters("8xh100,here")
+    (tmp_path / "here.toml").write_text(machine_toml(read_machine("l40s")))
+    found = asked_clusters("8xh100,here")[1]
+    assert (found.cluster.num_devices, found.cluster.machine.name) == (1, "here")
+    assert found.note.startswith("all of here.toml, measured on 20")
+    (tmp_path / "here.toml").write_text(machine_toml(read_machine("h100")))  # measured again
+    assert asked_clusters("here")[0].cluster.num_devices == 8
 
 
 def test_a_mixed_cluster_is_asked_for_as_its_slowest_part_and_says_so():
@@ -42,7 +56,8 @@ def test_a_mixed_cluster_is_asked_for_as_its_slowest_part_and_says_so():
         ("0xh100", "at least one"),
     ],
 )
-def test_what_is_no_list_of_clusters_is_refused_with_a_way_out(text, says):
+def test_what_is_no_list_of_clusters_is_refused_with_a_way_out(text, says, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # a folder without here.toml
     with pytest.raises(JobError) as raised:
         asked_clusters(text)
     assert says in str(raised.value) and "\n" not in str(raised.value)
