@@ -44,10 +44,7 @@ FREE = {
         "working_frac": (0.0, 3.0),
     },
     "megatron-deepspeed": {
-        "matrix_bytes": (3.0, 6.0),
         "context_bytes": (2e9, 8e9),
-        "grad_bytes": (2.0, 8.0),
-        "hidden_extra": (0.0, 20.0),
     },
     "torch:2.6": {
         "hidden_extra": (0.0, 30.0),

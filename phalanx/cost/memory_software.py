@@ -30,6 +30,7 @@ class MemoryProfile:
         fp8_weight_bytes, fp8_grad_bytes, fp8_input_bytes: of a parameter, of its gradient and of an
             element that a linear layer read, with fp8 or fp4 products; 0: as in 16 bits.
         gathered_bytes: of a parameter while a sharded unit is gathered.
+        unit_frac: what is gathered at once, over a layer (or over the embedding and the head).
         prefetched_units: units gathered ahead of the one that computes.
         matrix_bytes: of a pair of tokens and head that attention keeps; 0: it is fused.
         dropout_masks: of D bytes a token and layer.
@@ -68,6 +69,7 @@ class MemoryProfile:
     fp8_grad_bytes: float = 0.0
     fp8_input_bytes: float = 0.0
     gathered_bytes: float = 2.0
+    unit_frac: float = 1.0
     prefetched_units: float = 1.0
     matrix_bytes: float = 0.0
     dropout_masks: float = 0.0

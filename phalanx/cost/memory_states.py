@@ -146,10 +146,10 @@ def state_bytes(
     gradients = gradients + np.where(is_exchanged, sum(trained) * profile.bucket_bytes, 0.0)
     per_gathered = min(stored, profile.gathered_bytes)
     units = 1.0 + profile.prefetched_units
-    unit = params.largest + params.largest_expert
+    unit = profile.unit_frac * (params.largest + params.largest_expert)
+    root = profile.unit_frac * params.embedding  # never given up between the passes
     whole = np.where(columns["keeps_gathered"] > 0, params.dense + expert, units * unit)
-    gathered = (whole + params.embedding) * per_gathered
-    root = params.embedding  # a unit of its own, never given up between the passes
+    gathered = (whole + root) * per_gathered
     unreduced = 0.0 if is_lora else np.maximum(unit, root) * (ITEM_BYTES + profile.grad_bytes)
     dequantised = unit * ITEM_BYTES if is_lora and base_bits < 16 else 0.0
     return States(
