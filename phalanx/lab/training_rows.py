@@ -23,6 +23,7 @@ from phalanx.hardware import Machine
 from phalanx.lab.csv_rows import CsvRow, read_rows
 from phalanx.lab.row_class import TRAINING_CLASSES, is_grid, training_class
 from phalanx.lab.row_machine import machine_of_row
+from phalanx.lab.row_measured import memory_bytes, step_s
 from phalanx.lab.row_plan import plan_of_row
 from phalanx.lab.row_shape import shape_of_row
 from phalanx.lab.row_software import precision_of, software_of
@@ -35,7 +36,7 @@ NUMBERS = (
     *("params_b", "layers", "hidden", "heads", "kv_heads", "vocab", "experts", "topk"),
     *("n_devices", "devices_per_node", "tp", "pp", "vpp", "dp", "cp", "ep"),
     *("micro_batch_seqs", "global_batch_seqs", "seq_len_tokens"),
-    *("tokens_per_s_per_device", "step_time_s", "memory_gb"),
+    *("tokens_per_s_per_device", "step_time_s", "tflops_per_device", "memory_gb"),
 )
 __all__ = ["TRAINING_CLASSES", "Batch", "TrainingRow", "batches", "read_training"]
 
@@ -172,8 +173,8 @@ def _training_row(row: CsvRow) -> TrainingRow:
         devices=row.count("n_devices") or 0,
         precision=precision_of(row),
         software=software_of(row),
-        measured_step_s=_step_s(row, plans),
-        measured_memory_bytes=_memory_bytes(row),
+        measured_step_s=step_s(row, shape, plans),
+        measured_memory_bytes=memory_bytes(row),
         failed=row.get("status") == "crash_or_oom",
         is_trusted="from memory" not in row.get("source_check"),
         group=_key(row, "source_id", "model", "hardware", "n_devices", "seq_len_tokens", *_SHAPE),
@@ -188,26 +189,3 @@ _SHAPE = ("layers", "hidden")
 
 def _key(row: CsvRow, *columns: str) -> str:
     return "|".join(row.get(name) for name in columns)
-
-
-def _step_s(row: CsvRow, plans: TrainingPlans | None) -> float | None:
-    """As printed, or from tokens per second, which is the same thing for a known batch."""
-    step = row.number("step_time_s")
-    if step:
-        return step
-    rate, devices = row.number("tokens_per_s_per_device"), row.count("n_devices")
-    if not rate or not devices or plans is None:
-        return None
-    return float(plans.step_tokens) / (rate * devices)
-
-
-def _memory_bytes(row: CsvRow) -> float | None:
-    """What the run's log gave as its peak.
-
-    In the unit that the row names; nanotron divides torch's peak by 1024^3 and prints "GB".
-    """
-    value = row.number("memory_gb")
-    if not value:
-        return None
-    is_binary = "GiB" in row.get("memory_kind") or row.get("framework").lower() == "nanotron"
-    return value * (2**30 if is_binary else 1e9)

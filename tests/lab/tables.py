@@ -42,6 +42,7 @@ LLAMA_ROW = {
     "topk": "",
     "tokens_per_s_per_device": "",
     "step_time_s": "2.0",
+    "tflops_per_device": "",
     "memory_gb": "",
     "memory_kind": "",
     "notes": "",

@@ -279,6 +279,15 @@ def test_steps_and_memory_are_in_the_units_that_rows_name(tmp_path):
     assert failed.failed and failed.measured_step_s is None and not failed.is_trusted
 
 
+def test_flops_are_seconds_only_by_a_rule_that_the_notes_name(tmp_path):
+    cells = {"step_time_s": "", "tflops_per_device": "400", "seq_len_tokens": "2048"}
+    known, unknown = read(tmp_path, row(**cells, notes="pre-July-2025 FLOP rule"), row(**cells))
+    # 6 N tokens without the embedding, and 12 L s H C tokens
+    flops = (6 * (8.03e9 - 128256 * 4096) + 12 * 32 * 2048 * 4096) * 16 * 2048
+    assert known.measured_step_s == pytest.approx(flops / (8 * 400e12), rel=0.002)
+    assert unknown.measured_step_s is None
+
+
 CELLS = st.sampled_from(["", "0", "1", "2", "3.5", "8", "1e9", "1e300"])
 WORDS = st.text(max_size=12) | st.sampled_from(["FSDP", "NVIDIA H100", "768 expert", "llama3-8b"])
 
