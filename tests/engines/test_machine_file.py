@@ -14,7 +14,7 @@ from phalanx.engines.machine_file import (
 )
 from phalanx.errors import JobError
 from phalanx.hardware import read_cluster, read_machine
-from phalanx.planner.clusters import asked_clusters, device_rates
+from phalanx.planner.clusters import asked_clusters
 
 
 @pytest.mark.dist
@@ -34,7 +34,7 @@ def test_two_processes_measure_a_machine_that_a_plan_can_ask_for(tmp_path):
     assert 1e9 < found.matmul.value < 1e14 and 1e8 < found.memory_bandwidth.value < 1e12
     (asked,) = asked_clusters(f"2x{path}")
     assert asked.cluster == read_cluster(f"2x{path}") and asked.cluster.num_devices == 2
-    assert device_rates(asked.cluster.machine).flops_per_s == found.matmul.value
+    assert asked.cluster.machine.matmul_flops_per_s() == found.matmul.value
 
 
 def test_one_device_has_an_assumed_link_and_a_measured_one_says_how(monkeypatch):
