@@ -65,7 +65,7 @@ def predicted(
     found = []
     for batch in batches(rows):
         terms: MemoryTerms = training_memory(batch.shape, batch.plans, batch.machine, profile)
-        fits = terms.fits_probability(batch.machine.memory.value)
+        fits = terms.fits_probability()
         found += zip(batch.rows, terms.logged_bytes.tolist(), fits.tolist())
     return found
 

@@ -52,7 +52,7 @@ def split_params(
             if product.is_expert:
                 in_expert = in_expert + product.num_params / experts
             else:
-                in_dense = in_dense + product.num_params / _cut(product, tensor)
+                in_dense = in_dense + product.num_params / _cut(product, layer, tensor)
         held = layer.count * _share(shares, layer)
         dense, expert = dense + held * in_dense, expert + held * in_expert
         bigger = in_dense + in_expert > largest + largest_expert
@@ -69,9 +69,13 @@ def _share(shares: Shares, layer: LayerShape) -> Column:
     return shares[1 if layer.feed_forward.num_experts else 0]
 
 
-def _cut(product: Product, tensor: Column) -> Column:
-    """Ranks that a matrix is split over."""
-    return np.ones_like(tensor) if product.split == "none" else tensor
+def _cut(product: Product, layer: LayerShape, tensor: Column) -> Column:
+    """Ranks that a matrix is split over: keys and values over no more than they have heads."""
+    if product.split == "none":
+        return np.ones_like(tensor)
+    if product.name in ("k_proj", "v_proj"):
+        return np.minimum(tensor, layer.attention.num_kv_heads)
+    return tensor
 
 
 def adapter_params(

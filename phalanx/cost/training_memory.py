@@ -25,6 +25,7 @@ from phalanx.cost.memory_stages import Stage, Stages, even_stages, stages_by_cos
 from phalanx.cost.memory_states import state_bytes
 from phalanx.cost.model_shape import ModelShape
 from phalanx.cost.training_plans import CONTEXT_KINDS, RECOMPUTE, SCHEDULES, Column, TrainingPlans
+from phalanx.hardware import Figure
 
 TERMS = (
     "weights",
@@ -44,7 +45,7 @@ class Device(Protocol):
     """What is read of a machine."""
 
     @property
-    def name(self) -> str: ...
+    def memory(self) -> Figure: ...
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,7 @@ class MemoryTerms:
         host_bytes: of a rank's optimizer states in host memory.
         all_busy: every pipeline rank has a layer, the head or the loss; others cannot run.
         profile: what the software keeps.
+        device_bytes: memory of the device, as its driver shows it.
     """
 
     terms: Mapping[str, Column]
@@ -65,6 +67,7 @@ class MemoryTerms:
     host_bytes: Column
     all_busy: Column
     profile: MemoryProfile
+    device_bytes: float = float("inf")
 
     @property
     def peak_bytes(self) -> Column:
@@ -91,13 +94,14 @@ class MemoryTerms:
         """95th percentile of `logged_bytes`."""
         return self.logged_bytes * np.exp(self.profile.high_log)
 
-    def fits_probability(self, limit_bytes: float) -> Column:
-        """Chance that a device with so many bytes runs each plan.
+    def fits_probability(self, limit_bytes: float | None = None) -> Column:
+        """Chance that a device with so many bytes (None: all that the machine has) runs each plan.
 
         The logarithm of the error is normal on either side of its median, as wide as the bar there;
         a plan that leaves a pipeline rank without work has none.
         """
-        room = np.log(limit_bytes / self.peak_bytes)
+        limit = self.device_bytes if limit_bytes is None else limit_bytes
+        room = np.log(limit / self.peak_bytes)
         width = np.where(room > 0, self.profile.high_log, -self.profile.low_log) / NORMAL_95
         return 0.5 * (1.0 + _erf(room / width / sqrt(2.0))) * self.all_busy
 
@@ -114,7 +118,7 @@ def training_memory(
     """Bytes of the fullest rank of every plan, by term.
 
     Args:
-        machine: not read yet: a program keeps the same on all of them.
+        machine: how much memory there is; what a program keeps is the same on all.
         profile: another than that of the plans' software.
 
     Raises:
@@ -141,6 +145,7 @@ def training_memory(
         host_bytes=np.choose(fullest, [place[1] for place in places]),
         all_busy=stages.all_busy,
         profile=profile,
+        device_bytes=machine.memory.value if machine else float("inf"),
     )
 
 
