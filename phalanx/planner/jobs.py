@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 
 from phalanx.errors import JobError
 from phalanx.hardware import machine_names
 from phalanx.job import Job, load_job, parse_flags
 from phalanx.models.config import DecoderConfig
+from phalanx.models.named import preset_names
 from phalanx.planner.make import Planned, make_plan
+from phalanx.planner.models import priced_model
 from phalanx.planner.simulate import Simulated, simulate
 
 
@@ -44,9 +45,16 @@ def simulate_job(job: Job, on: str = "") -> tuple[Planned, Simulated]:
 
 
 def config_of(job: Job) -> DecoderConfig | None:
-    """Sizes of the job's model; None for 'toy'. A model that is not here yet is fetched."""
+    """Sizes of the job's model; None for 'toy'. Weights are not asked for.
+
+    Raises:
+        JobError: `model/unknown` for a model of which the shape is known but not the operators.
+    """
     if job.model.name == "toy":
         return None
-    from phalanx.models.source import model_source
-
-    return model_source(job, log=lambda text: print(text, file=sys.stderr)).config
+    model = priced_model(job)
+    if model.config is None:
+        rule = "its sizes are known, but not its operators: `phalanx plan` prices it"
+        raise JobError("model/unknown", "model.name", model.name, rule, legal=preset_names())
+    model.config.require_computable()
+    return model.config.with_dtype(job.model.dtype)
