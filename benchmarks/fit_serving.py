@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from phalanx.cost.serving_efficiency import COEFFICIENTS, ServingEfficiency
+from phalanx.cost.serving_efficiency import COEFFICIENTS, FACTORS, ServingEfficiency
 from phalanx.lab.csv_rows import seen_table
 from phalanx.lab.folds import folds
 from phalanx.lab.serving_predict import ServingTable, regimes, tables_of
@@ -78,7 +78,8 @@ def fit(rows: Sequence[ServingRow]) -> ServingEfficiency:
             break
     counts = {
         factor: dict(Counter(key for part in parts for key in part.table.keys[factor]))
-        for factor in ("accelerator", "family", "generation", "precision", "load")
+        for factor in FACTORS
+        if factor != "cell"
     }
     return replace(
         _efficiency(parameters, logs),

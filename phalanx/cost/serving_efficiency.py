@@ -1,9 +1,10 @@
 """What published engines reach of the formulas of `cost.serving_step`: shares, starts and bars.
 
 One table (`serving_efficiency.json`, written by `benchmarks/fit_serving.py`): each coefficient is a
-value for all, times factors for the accelerator, the engine, its generation, the precision and the
-load generator, all shrunk towards 1, so what was never seen gets the value of its kind. Nothing is
-fitted per model, row or group of rows. `describe` says how many rows stand behind each factor.
+value for all, times factors for the accelerator and its maker's generation, the engine and its
+version, the precision and the load generator, all shrunk towards 1, so what was never seen gets the
+value of its kind. Nothing is fitted per model, row or group of rows. `describe` says how many rows
+stand behind each factor.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import numpy as np
 
 from phalanx.cost.serving_plans import ServingPlans
 
-FACTORS = ("accelerator", "family", "generation", "precision", "load", "cell")
+FACTORS = ("accelerator", "hardware", "family", "generation", "precision", "load", "cell")
 Keys = Mapping[str, np.ndarray]  # factor -> text [N]
 
 
@@ -39,8 +40,9 @@ class Coefficient(NamedTuple):
     meaning: str
 
 
-_ENGINE = {"family": 0.4, "generation": 0.2, "accelerator": 0.2}
-_SHARE = {"family": 0.2, "accelerator": 0.2, "precision": 0.2}
+_ENGINE = {"family": 0.4, "generation": 0.2, "hardware": 0.2, "accelerator": 0.15}
+_SHARE = {"family": 0.2, "hardware": 0.2, "accelerator": 0.15, "precision": 0.2}
+_LINK = {"hardware": 0.3, "accelerator": 0.2}
 _LOAD = {"family": 0.5, "load": 0.7, "generation": 0.3}
 COEFFICIENTS: Mapping[str, Coefficient] = {
     "weight_share": Coefficient(0.75, 0.2, _SHARE, "of memory bandwidth, reading weights"),
@@ -48,7 +50,7 @@ COEFFICIENTS: Mapping[str, Coefficient] = {
     "cache_share": Coefficient(0.6, 0.3, _SHARE, "of memory bandwidth, reading the cache"),
     "product_share": Coefficient(0.7, 0.3, _SHARE, "of matrix products, decoding"),
     "prefill_share": Coefficient(0.6, 0.3, _SHARE, "of matrix products, in prompts"),
-    "score_share": Coefficient(0.4, 0.4, {"family": 0.2, "accelerator": 0.2}, "of scores"),
+    "score_share": Coefficient(0.4, 0.4, _SHARE, "of scores"),
     "spread": Coefficient(0.8, 0.4, {}, "of tokens that choose experts as if at random"),
     "skew": Coefficient(0.5, 0.7, {"family": 0.3}, "of the skew that random choices have"),
     "step_s": Coefficient(1e-3, 0.7, _ENGINE, "seconds a step, of scheduling and sampling"),
@@ -59,7 +61,7 @@ COEFFICIENTS: Mapping[str, Coefficient] = {
     "linear_layer_s": Coefficient(1e-5, 0.7, _ENGINE, "more, with linear attention"),
     "reduce_s": Coefficient(1e-5, 0.5, _ENGINE, "seconds of starting an all-reduce"),
     "gather_s": Coefficient(2e-5, 0.7, _ENGINE, "of gathering or scattering around experts"),
-    "link_share": Coefficient(0.6, 0.4, {"accelerator": 0.3}, "of links' bandwidth"),
+    "link_share": Coefficient(0.6, 0.4, _LINK, "of links' bandwidth"),
     "small_tokens": Coefficient(300.0, 0.7, {"family": 0.3}, "tokens at which products reach half"),
     "eager": Coefficient(1.5, 0.5, {"family": 0.3}, "starts in prompts over those in decoding"),
     "request_s": Coefficient(0.02, 0.7, _LOAD, "seconds of a request before its first step"),
@@ -124,7 +126,7 @@ class ServingEfficiency:
         keys = keys_of(plans, np.full(plans.tensor.shape, "", dtype=object))
         total = sum(self.sources.values())
         lines = [f"coefficients: fitted on {total:,} published rows of {len(self.sources)} sources"]
-        for factor in ("accelerator", "family", "generation", "precision"):
+        for factor in ("accelerator", "hardware", "family", "generation", "precision"):
             key = keys[factor][0]
             if number := self.rows.get(factor, {}).get(key):
                 lines.append(f"{factor} {key}: {number:,} rows")
@@ -160,6 +162,7 @@ def keys_of(plans: ServingPlans, load: np.ndarray) -> dict[str, np.ndarray]:
     generation = _joined(plans.family, plans.generation)
     return {
         "accelerator": plans.accelerator,
+        "hardware": plans.hardware,
         "precision": plans.precision,
         "family": plans.family,
         "generation": generation,

@@ -11,11 +11,12 @@ from dataclasses import replace
 import numpy as np
 
 from phalanx.cost.serving_plans import ServingPlans
-from phalanx.cost.serving_steady import Loads, SteadyState, closed_loop
+from phalanx.cost.serving_steady import Loads, SteadyState, closed_loop, running_limit
 from phalanx.cost.serving_step import Rates
 from phalanx.cost.serving_work import Column
 
 _HALVINGS = 40
+_PLACES = 256  # of a trace at which its queue is looked at
 _MOST = 1e6  # requests in flight beyond which no engine is asked
 
 
@@ -38,6 +39,39 @@ def at_rate(
         loads, lambda each: closed_loop(plans, each, rates).requests_per_s <= target
     )
     return closed_loop(plans, _with(loads, concurrency), rates), keeps_up
+
+
+def trace_at_rate(
+    plans: ServingPlans,
+    loads: Loads,
+    rates: Rates,
+    requests_per_s: Column,
+    num_requests: Column,
+) -> SteadyState:
+    """Means over a trace of `num_requests` that arrive at a rate, be it too high for the engine.
+
+    Where it is, at most `loads.concurrency` run (the engine's limit) and request k begins when
+    k - concurrency have ended: a fluid queue, whose waits grow to the end of the trace. Tails and
+    bursts need the event simulation.
+    """
+    limit = np.minimum(np.minimum(loads.concurrency, num_requests), running_limit(plans, loads))
+    steady, keeps_up = at_rate(plans, loads, rates, requests_per_s)
+    full = closed_loop(plans, _with(loads, limit), rates)
+    in_flight = steady.requests_per_s * steady.latency_s
+    is_steady = keeps_up & (in_flight <= limit)
+    place = num_requests[:, None] * (np.arange(_PLACES) + 0.5) / _PLACES
+    begins_s = (place - limit[:, None]) / full.requests_per_s[:, None]
+    waits_s = np.maximum(begins_s - place / requests_per_s[:, None], 0.0).mean(axis=1)
+    ttft_s = np.where(is_steady, steady.ttft_s, full.ttft_s + waits_s)
+    lasts_s = num_requests / np.minimum(requests_per_s, full.requests_per_s)
+    lasts_s = lasts_s + np.where(is_steady, steady.latency_s, full.latency_s)
+    return SteadyState(
+        ttft_s=ttft_s,
+        tpot_s=np.where(is_steady, steady.tpot_s, full.tpot_s),
+        answer_tokens=loads.answer_tokens,
+        requests_per_s=num_requests / lasts_s,
+        running=np.where(is_steady, in_flight, limit),
+    )
 
 
 def largest_load(

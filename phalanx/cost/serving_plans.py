@@ -47,7 +47,8 @@ class ServingPlans:
             others.
         domain: devices of a domain.
         memory: bytes of a device that tensors may fill.
-        accelerator, precision, family, generation: keys of the efficiency tables, as text.
+        accelerator, hardware, precision, family, generation: keys of the efficiency tables, as
+            text: the device and its maker's generation, the numbers, the engine and its version.
     """
 
     work: ServingWork
@@ -67,6 +68,7 @@ class ServingPlans:
     domain: Column
     memory: Column
     accelerator: Column
+    hardware: Column
     precision: Column
     family: Column
     generation: Column
@@ -130,6 +132,7 @@ def serving_plans(
     family, _, generation = software.partition(":")
     words = {
         "accelerator": machine.name,
+        "hardware": f"{machine.vendor} {machine.generation}",
         "precision": precision,
         "family": family,
         "generation": generation,

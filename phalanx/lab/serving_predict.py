@@ -11,6 +11,7 @@ import numpy as np
 
 from phalanx.cost.model_shape import ModelShape
 from phalanx.cost.serving_efficiency import ServingEfficiency, keys_of, serving_efficiency
+from phalanx.cost.serving_goals import trace_at_rate
 from phalanx.cost.serving_plans import ServingPlans, join_plans, serving_plans
 from phalanx.cost.serving_steady import (
     Loads,
@@ -50,6 +51,7 @@ class ServingTable:
         at: their places in the list that the table was made of.
         plans, prompt_plans: of each engine (the latter of split deployments alone).
         workers: numbers of engines for prompts and answers.
+        requests_per_s, num_requests: of traces that arrive at a rate.
         devices: of a deployment.
         keys: of the efficiency tables.
     """
@@ -60,6 +62,8 @@ class ServingTable:
     prompt_plans: ServingPlans | None
     workers: tuple[np.ndarray, np.ndarray]
     loads: Loads
+    requests_per_s: np.ndarray
+    num_requests: np.ndarray
     devices: np.ndarray
     keys: Mapping[str, np.ndarray]
 
@@ -68,6 +72,10 @@ class ServingTable:
         if self.kind == "split":
             assert self.prompt_plans is not None
             return split_engines(self.prompt_plans, self.plans, self.workers, self.loads, rates)
+        if self.kind == "open":
+            return trace_at_rate(
+                self.plans, self.loads, rates, self.requests_per_s, self.num_requests
+            )
         by_kind = {"closed": closed_loop, "saturated": saturated, "static": static_batch}
         return by_kind[self.kind](self.plans, self.loads, rates)
 
@@ -137,6 +145,8 @@ def _table(kind: str, at: list[int], rows: list[ServingRow]) -> ServingTable:
             _column([row.degrees.workers for row in rows]),
         ),
         loads=loads,
+        requests_per_s=_column([row.requests_per_s for row in rows]),
+        num_requests=_column([row.num_requests for row in rows]),
         devices=_column([row.devices for row in rows]),
         keys=keys_of(plans, np.asarray([row.load for row in rows], dtype=object)),
     )

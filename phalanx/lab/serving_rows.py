@@ -2,8 +2,11 @@
 
 The documented minimum inputs of a row: a known model and accelerator, how the engine cuts the model
 (for separate prompt and answer engines, how many of each), the lengths of prompts and answers, and
-how much is asked of it: a concurrency, a static batch, a load without end, or a rate.
-`ServingRow.missing` names those that a row lacks.
+how much is asked of it: a concurrency, a static batch, a load without end, or a number of requests
+at a rate. `ServingRow.missing` names those that a row lacks.
+
+Why separate engines need their numbers: taking one of each for the rows that do not say misses the
+median time between tokens by 55 %, against 8 % where the numbers are given.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from phalanx.lab.serving_names import load_of, precision_of, software_of
 from phalanx.models.known import known_shape
 
 METRICS = ("ttft_s", "tpot_s", "latency_s", "output_tokens_per_s_per_device")
-KINDS = ("closed", "static", "saturated", "split")
+KINDS = ("closed", "static", "saturated", "split", "open")
 REQUIRED = ("source_id", "model", "hardware", "input_len_tokens", "output_len_tokens")
 NUMBERS = (
     "n_devices",
@@ -44,6 +47,7 @@ NUMBERS = (
     "tpot_ms",
     "e2e_latency_ms",
 )  # fmt: skip
+LOAD_INPUTS = "concurrency, batch_size, a saturated load, or a rate and a number of requests"
 _CONTRADICTION = 0.1  # of a latency and the sum of its parts
 
 
@@ -59,7 +63,9 @@ class ServingRow:
         degrees: of the engine; of a split deployment, of its answer engines.
         prompt_degrees: of its prompt engines; None where one engine does both.
         precision, software, load: keys of the efficiency tables.
-        concurrency: requests in flight, or rows of a static batch (0: as many as fit).
+        concurrency: requests in flight, or rows of a static batch (0: as many as fit); where
+            requests arrive at a rate, the most that run.
+        requests_per_s, num_requests: of a trace that arrives at a rate.
         measured: by metric, those that are given or follow from given ones.
         statistic: of the latencies, as the source calls it.
         missing: minimum inputs that the row lacks.
@@ -83,6 +89,8 @@ class ServingRow:
     prompt_tokens: float
     answer_tokens: float
     concurrency: float
+    requests_per_s: float
+    num_requests: float
     measured: Mapping[str, float]
     statistic: str
     missing: tuple[str, ...]
@@ -116,7 +124,7 @@ def _row(row: CsvRow) -> ServingRow:
         "workers of each kind" if is_split else "tp": (both if is_split else degrees) is not None,
         "input_len_tokens": bool(row.number("input_len_tokens")),
         "output_len_tokens": bool(row.number("output_len_tokens")),
-        "concurrency, batch_size or a saturated load": bool(kind),
+        LOAD_INPUTS: bool(kind),
         "tokens accepted per step": not _is_speculative(row),
     }
     missing = tuple(name for name, is_given in given.items() if not is_given)
@@ -144,6 +152,8 @@ def _row(row: CsvRow) -> ServingRow:
         prompt_tokens=prompt,
         answer_tokens=answer,
         concurrency=concurrency,
+        requests_per_s=row.number("request_rate_qps") or 0.0,
+        num_requests=_named(row.get("scenario"), r"(\d+) requests,"),
         measured=measured,
         statistic=row.get("latency_statistic"),
         missing=missing,
@@ -166,7 +176,15 @@ def _load(row: CsvRow, is_split: bool) -> tuple[str, float]:
         return "static", batch
     if concurrency:
         return ("split" if is_split else "closed"), concurrency
+    if row.number("request_rate_qps") and _named(scenario, r"(\d+) requests,") and not is_split:
+        return "open", _named(row.get("notes"), r"max_num_seqs (\d+)")
     return "", 0.0
+
+
+def _named(text: str, pattern: str) -> float:
+    """A number that a text names; 0 where it does not."""
+    found = re.search(pattern, text)
+    return float(found[1]) if found else 0.0
 
 
 def _is_speculative(row: CsvRow) -> bool:

@@ -1,12 +1,14 @@
 """Inverse questions give back what the direct ones say."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.cost.serving_efficiency import serving_efficiency
-from phalanx.cost.serving_goals import at_rate, largest_load
+from phalanx.cost.serving_goals import at_rate, largest_load, trace_at_rate
 from phalanx.cost.serving_plans import serving_plans
 from phalanx.cost.serving_steady import Loads, closed_loop
 from phalanx.hardware import read_machine
@@ -59,3 +61,23 @@ def test_promises_are_kept_and_used_up():
 def test_promises_that_no_load_keeps_are_said_so():
     _, is_kept = largest_load(PLANS, LENGTHS, RATES, tpot_s=1e-6)
     assert not is_kept.any()
+
+
+def test_a_trace_that_an_engine_keeps_up_with_sees_its_steady_state():
+    rate = np.full(3, 0.5)
+    steady, _ = at_rate(PLANS, LENGTHS, RATES, rate)
+    loads = dataclasses.replace(LENGTHS, concurrency=np.full(3, 256.0))
+    trace = trace_at_rate(PLANS, loads, RATES, rate, np.full(3, 1000.0))
+    assert trace.ttft_s == pytest.approx(steady.ttft_s)
+    assert trace.requests_per_s == pytest.approx(rate, rel=0.02)
+
+
+def test_waits_of_a_trace_beyond_an_engine_grow_with_its_length():
+    loads = dataclasses.replace(LENGTHS, concurrency=np.full(3, 8.0))
+    short, long = (
+        trace_at_rate(PLANS, loads, RATES, np.full(3, 100.0), np.full(3, count))
+        for count in (400.0, 800.0)
+    )
+    assert long.ttft_s == pytest.approx(2 * short.ttft_s, rel=0.1)
+    served = closed_loop(PLANS, loads, RATES).requests_per_s
+    assert long.requests_per_s == pytest.approx(served, rel=0.02)

@@ -171,12 +171,20 @@ def test_more_tensor_ranks_never_need_more_memory(shape):
 
 
 def test_what_was_never_measured_gets_the_value_of_all():
-    unknown = dataclasses.replace(H100, name="unheard-of")
+    unknown = dataclasses.replace(H100, name="unheard-of", vendor="Nobody")
     plans = serving_plans(LLAMA, unknown, software="unheard-of:9")
     plans = dataclasses.replace(plans, precision=np.asarray(["unheard-of"], dtype=object))
     rates = SHIPPED.rates(plans)
     assert {name: column[0] for name, column in rates.items()} == {**SHIPPED.values, **FIXED}
     assert "accelerator unheard-of: no rows; the value for all is taken" in SHIPPED.describe(plans)
+
+
+def test_an_unknown_device_gets_the_factors_of_its_generation():
+    unknown = serving_plans(LLAMA, dataclasses.replace(H100, name="unheard-of"), software="vllm")
+    known = dataclasses.replace(unknown, hardware=np.asarray(["Nobody 1"], dtype=object))
+    factor = SHIPPED.factors["reduce_s"]["hardware"]["NVIDIA Hopper"]
+    rates = SHIPPED.rates(unknown)["reduce_s"] / SHIPPED.rates(known)["reduce_s"]
+    assert rates[0] == pytest.approx(factor)
 
 
 def test_shares_are_shares():

@@ -11,7 +11,7 @@ from phalanx.lab.csv_rows import CsvRow, seen_table
 from phalanx.lab.serving_degrees import Degrees, aggregated_degrees, split_degrees
 from phalanx.lab.serving_names import precision_of, software_of
 from phalanx.lab.serving_predict import predict_serving
-from phalanx.lab.serving_rows import METRICS, read_serving
+from phalanx.lab.serving_rows import LOAD_INPUTS, METRICS, read_serving
 
 ROLES = [
     f"{role}_{name}" for role in ("prefill", "decode") for name in ("workers", "tp", "attention_dp")
@@ -23,7 +23,7 @@ COMPLETE = {
     "dtype": "fp8", "engine": "vLLM", "engine_version": "0.19.0", "input_len_tokens": "1024",
     "output_len_tokens": "128", "concurrency": "16", "batch_size": "16", "ttft_ms": "200",
     "tpot_ms": "20", "output_tokens_per_s_per_device": "", "e2e_latency_ms": "", "scenario": "",
-    "notes": "",
+    "notes": "", "request_rate_qps": "",
 }  # fmt: skip
 
 
@@ -108,7 +108,7 @@ def test_a_latency_follows_from_first_and_other_tokens(tmp_path):
     ("lacks", "missing"),
     [
         ({"tp": ""}, "tp"),
-        ({"concurrency": "", "batch_size": ""}, "concurrency, batch_size or a saturated load"),
+        ({"concurrency": "", "batch_size": ""}, LOAD_INPUTS),
         ({"output_len_tokens": ""}, "output_len_tokens"),
         ({"model": "Nobody/Knows-7B"}, "known model"),
         ({"hardware": "Abacus"}, "known accelerator"),
@@ -122,6 +122,16 @@ def test_a_row_without_minimum_inputs_says_which(tmp_path, lacks, missing):
     (prediction,) = predict_serving([row])
     assert not prediction.values
     assert prediction.reason == f"insufficient input: {missing}"
+
+
+def test_a_trace_at_a_rate_is_predicted_whether_or_not_the_engine_keeps_up(tmp_path):
+    trace = {"concurrency": "", "batch_size": "", "scenario": "300 requests, 10 requests/s",
+             "notes": "max_num_seqs 64"}  # fmt: skip
+    slow, fast = read(tmp_path, *(trace | {"request_rate_qps": rate} for rate in ("0.5", "50")))
+    assert (slow.kind, slow.concurrency, slow.num_requests) == ("open", 64, 300)
+    calm, crowded = (each.values for each in predict_serving([slow, fast]))
+    assert crowded["ttft_s"].value > 10 * calm["ttft_s"].value
+    assert crowded["tpot_s"].value > calm["tpot_s"].value
 
 
 def test_text_in_a_number_is_one_clear_error(tmp_path):
