@@ -50,8 +50,18 @@ class LayerBytes:
         return LayerBytes(**sums)
 
 
-def layer_bytes(layers: Sequence[LayerShape], hidden: int, profile: MemoryProfile) -> LayerBytes:
+def layer_bytes(
+    layers: Sequence[LayerShape],
+    hidden: int,
+    profile: MemoryProfile,
+    *,
+    has_frozen_blocks: bool = False,
+) -> LayerBytes:
     """Of all given layers.
+
+    Args:
+        has_frozen_blocks: feed-forward blocks have neither trained weights nor adapters, so that
+            what their matrices read is not kept.
 
     For a GPT layer this is 34 D: two norm inputs, two block inputs, queries, keys, values, the
     attention's output, two F wide tensors of 4 D, and two dropout masks (Korthikanti et al.,
@@ -60,7 +70,8 @@ def layer_bytes(layers: Sequence[LayerShape], hidden: int, profile: MemoryProfil
     total = LayerBytes()
     for layer in layers:
         each = _attention(layer.attention, hidden, profile)
-        each = each.plus(_feed_forward(layer.feed_forward, hidden, profile))
+        read = 0.0 if has_frozen_blocks else profile.input_bytes
+        each = each.plus(_feed_forward(layer.feed_forward, hidden, read))
         norms = max(0, layer.norms - 2) * ITEM_BYTES * hidden
         own = LayerBytes(
             stream=norms + profile.dropout_masks * hidden,
@@ -98,19 +109,19 @@ def _attention(attention: AttentionShape, hidden: int, profile: MemoryProfile) -
     )
 
 
-def _feed_forward(block: FeedForwardShape, hidden: int, profile: MemoryProfile) -> LayerBytes:
+def _feed_forward(block: FeedForwardShape, hidden: int, input_bytes: float) -> LayerBytes:
     """Norm input, block input, what lies between its matrices; tokens sent to experts."""
     if not block.width and not block.num_experts:
         return LayerBytes()
-    wide = ITEM_BYTES * (2.0 if block.is_gated else 1.0) + profile.input_bytes
-    stream = (ITEM_BYTES + profile.input_bytes) * hidden
+    wide = ITEM_BYTES * (2.0 if block.is_gated else 1.0) + input_bytes
+    stream = (ITEM_BYTES + input_bytes) * hidden
     if not block.num_experts:
         return LayerBytes(stream=stream, inner=wide * block.width)
     sent = block.expert_hidden or hidden
     return LayerBytes(
         stream=stream + 4.0 * block.num_experts,  # probabilities in fp32
         inner=wide * (block.width + block.shared_width),
-        routed_stream=(ITEM_BYTES + profile.input_bytes) * block.num_active * sent,
+        routed_stream=(ITEM_BYTES + input_bytes) * block.num_active * sent,
         routed_inner=wide * block.num_active * block.expert_width,
     )
 

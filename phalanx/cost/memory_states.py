@@ -79,14 +79,15 @@ def _cut(product: Product, layer: LayerShape, tensor: Column) -> Column:
 
 
 def adapter_params(
-    shape: ModelShape, columns: Mapping[str, Column], rank: int, shares: Shares
+    shape: ModelShape, columns: Mapping[str, Column], rank: int, targets: str, shares: Shares
 ) -> tuple[Column, Column]:
-    """(dense, expert) parameters of rank R factors on all linear layers, before sharding."""
+    """(dense, expert) parameters of rank R factors on the target layers, before sharding."""
     tensor, experts = columns["tensor"], columns["expert"] * columns["expert_tensor"]
     dense, expert = np.zeros(tensor.shape), np.zeros(tensor.shape)
     for layer in shape.layers:
         held = layer.count * _share(shares, layer)
-        for product in layer.products(shape.hidden):
+        of = layer.attention if targets == "attention" else layer
+        for product in of.products(shape.hidden):
             inputs = product.inputs / (tensor if product.split == "row" else 1.0)
             outputs = product.outputs / (tensor if product.split == "column" else 1.0)
             if product.is_expert:
@@ -117,6 +118,7 @@ def state_bytes(
     tables: Column,
     method: str,
     lora_rank: int,
+    lora_targets: str,
     base_bits: int,
 ) -> States:
     """Of ranks that hold such shares of the layers and so many tables."""
@@ -136,7 +138,7 @@ def state_bytes(
     if is_lora:
         quantised = base_bits / 8.0 * (1.0 + QUANTISED_OVERHEAD)
         stored = quantised if base_bits < 16 else profile.frozen_bytes
-        trained = adapter_params(shape, columns, lora_rank, shares)
+        trained = adapter_params(shape, columns, lora_rank, lora_targets, shares)
     else:
         trained = (dense, expert)
     weights = copies * cut(dense, expert, 3) * stored

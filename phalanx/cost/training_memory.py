@@ -126,7 +126,7 @@ def training_memory(
     """
     profile = (profile or memory_profile(plans.software)).for_precision(plans.precision)
     columns = {name: column + 0 for name, column in plans.columns().items()}
-    kept = _kept_by_kind(shape, profile)
+    kept = _kept_by_kind(shape, profile, plans)
     stages = _stages(shape, columns, profile)
     places = [
         _terms_at(shape, plans, columns, profile, kept, stage)
@@ -161,12 +161,22 @@ def _chunks(columns: Mapping[str, Column]) -> Column:
     return np.where(is_interleaved, columns["virtual"], 1)
 
 
-def _kept_by_kind(shape: ModelShape, profile: MemoryProfile) -> tuple[LayerBytes, LayerBytes]:
+def _kept_by_kind(
+    shape: ModelShape, profile: MemoryProfile, plans: TrainingPlans
+) -> tuple[LayerBytes, LayerBytes]:
     """Of all layers without and of all with experts."""
+    frozen = plans.method == "lora" and _lora_targets(plans) == "attention"
     has_experts = [layer.feed_forward.num_experts > 0 for layer in shape.layers]
     dense = [layer for layer, mixed in zip(shape.layers, has_experts) if not mixed]
     mixed = [layer for layer, mixed in zip(shape.layers, has_experts) if mixed]
-    return layer_bytes(dense, shape.hidden, profile), layer_bytes(mixed, shape.hidden, profile)
+    return (
+        layer_bytes(dense, shape.hidden, profile, has_frozen_blocks=frozen),
+        layer_bytes(mixed, shape.hidden, profile, has_frozen_blocks=frozen),
+    )
+
+
+def _lora_targets(plans: TrainingPlans) -> str:
+    return getattr(plans, "lora_targets", "all")
 
 
 def _terms_at(
@@ -188,6 +198,7 @@ def _terms_at(
         tables=stage.has_embedding + stage.has_head - both * shape.tied_head,
         method=plans.method,
         lora_rank=plans.lora_rank,
+        lora_targets=_lora_targets(plans),
         base_bits=plans.base_bits,
     )
     tokens = columns["micro_rows"] * columns["row_tokens"] / columns["context"]
