@@ -9,14 +9,16 @@ What is implied, and by what:
   step, or where a plan without pipeline has rows so long that its time hardly depends on it;
 - sequence parallelism with tensor parallelism, for the families that do so (`row_software`);
 - sharding where the column is empty: that of the family;
-- schedule: interleaved with several virtual stages, else 1F1B; no recomputation where unnamed
-  (fused attention recomputes its own scores either way).
+- experts over data ranks, for the families that do so;
+- schedule: interleaved with several virtual stages, else 1F1B;
+- no recomputation where unnamed (fused attention recomputes its own scores either way), but of
+  whole layers where a run that ended could not have fitted otherwise, for the families that do so.
 """
 
 from __future__ import annotations
 
 import re
-from math import prod
+from math import gcd, prod
 
 from phalanx.cost.model_shape import ModelShape
 from phalanx.cost.training_plans import RECOMPUTE, SCHEDULES, TrainingPlans
@@ -160,6 +162,9 @@ def _experts(row: CsvRow, degrees: dict[str, int], shape: ModelShape | None) -> 
     if shape is None or not shape.expert_params:
         return {}
     expert = row.count("ep") or 1
+    if not row.get("ep") and family_of(row).spreads_experts:
+        experts = max(layer.feed_forward.num_experts for layer in shape.layers)
+        expert = gcd(experts, degrees["dp"])
     named = re.search(r"expert tp (\d+)", row.get("notes"), re.IGNORECASE)
     cut = int(named[1]) if named else (degrees["tp"] if expert == 1 else 1)
     return {"expert": expert, "expert_tensor": cut}

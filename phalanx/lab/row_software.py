@@ -18,23 +18,27 @@ class Family:
         name: in the efficiency tables.
         zero: what it shards where a row does not say.
         sequence_parallel: with tensor parallelism.
+        recomputes: whole layers, where a plan would not fit otherwise; others offload or print it.
+        spreads_experts: over its data ranks.
     """
 
     pattern: str
     name: str
     zero: int
     sequence_parallel: bool
+    recomputes: bool = False
+    spreads_experts: bool = False
 
 
 _FAMILIES = (
     Family(r"megatron-deepspeed|deepspeed|gpt-neox", "megatron-deepspeed", 0, False),
     Family(r"nanotron", "nanotron", 0, True),
     Family(r"maxtext|jax|t5x|pathways", "maxtext", 3, False),
-    Family(r"automodel", "automodel", 3, True),
+    Family(r"automodel", "automodel", 3, True, recomputes=True, spreads_experts=True),
     Family(r"composer|foundry", "composer", 3, True),
     Family(r"torchtitan|fsdp", "torch", 3, True),
     Family(r"neuron", "neuron", 1, True),
-    Family(r"llmboost|rocm|primus", "primus", 1, True),
+    Family(r"llmboost|rocm|primus", "primus", 1, True, recomputes=True),
     Family(r"megatron|nemo|megascale|nvidia|ngc|mxnet|hai-llm", "megatron", 1, True),
     Family(r"pytorch|torch", "torch", 3, True),
 )
@@ -50,15 +54,24 @@ _PRECISIONS = (
 
 
 def software_of(row: CsvRow) -> str:
-    """ "family:generation" as efficiency tables name it; the generation is YY.MM, or a version."""
-    return _software(row.get("framework"), row.get("source_date"))
+    """ "family:generation" as efficiency tables name it; the generation is YY.MM, or a version.
+
+    A release that is more than a year older than its row is a line left over from an earlier one:
+    the row's date counts.
+    """
+    return f"{family_of(row).name}:{_generation(row.get('framework'), row.get('source_date'))}"
 
 
 @cache
-def _software(framework: str, date: str) -> str:
+def _generation(framework: str, date: str) -> str:
     release = r"(?:release|pytorch|nemo|ngc|torch)\s+v?(\d+\.\d+)"
-    named = re.search(release, framework, re.IGNORECASE)
-    return f"{_family(framework).name}:{named[1] if named else _year_and_month(date)}"
+    named, published = re.search(release, framework, re.IGNORECASE), _year_and_month(date)
+    if named is None:
+        return published
+    is_month = re.fullmatch(r"\d\d\.\d\d", named[1])
+    if is_month and published and float(published) - float(named[1]) > 1.0:
+        return published
+    return named[1]
 
 
 def precision_of(row: CsvRow) -> str:
@@ -72,8 +85,13 @@ def _precision(text: str) -> str:
 
 
 def family_of(row: CsvRow) -> Family:
-    """Of the row's framework; one that does nothing unasked for a framework that is not known."""
-    return _family(row.get("framework"))
+    """Of the row's framework; one that does nothing unasked for a framework that is not known.
+
+    What MLPerf's submitters on NVIDIA's devices call "PyTorch" or "CUDA" is NVIDIA's own code.
+    """
+    family = _family(row.get("framework"))
+    is_submission = row.get("source_id").startswith("mlperf") and "NVIDIA" in row.get("hardware")
+    return _family("megatron") if is_submission and family.name in ("torch", "other") else family
 
 
 @cache

@@ -25,6 +25,7 @@ from phalanx.lab.row_class import TRAINING_CLASSES, is_grid, training_class
 from phalanx.lab.row_machine import machine_of_row
 from phalanx.lab.row_measured import memory_bytes, step_s
 from phalanx.lab.row_plan import plan_of_row
+from phalanx.lab.row_recompute import recomputing
 from phalanx.lab.row_shape import shape_of_row
 from phalanx.lab.row_software import precision_of, software_of
 
@@ -153,7 +154,10 @@ def _with_grids(rows: Sequence[TrainingRow]) -> list[TrainingRow]:
 
 def _training_row(row: CsvRow) -> TrainingRow:
     shape, lacks = shape_of_row(row)
+    machine = machine_of_row(row)
     plans, missing = plan_of_row(row, shape)
+    if plans is not None and shape is not None and machine is not None:
+        plans = recomputing(row, shape, plans, machine)
     if not row.get("hardware") or re.search(r" \+ ", row.get("hardware")):
         missing.append("hardware of one kind")
     if row.get("workload").lower().startswith("rl"):
@@ -167,7 +171,7 @@ def _training_row(row: CsvRow) -> TrainingRow:
         row_class=training_class(row, shape),
         model=row.get("model"),
         hardware=row.get("hardware"),
-        machine=machine_of_row(row),
+        machine=machine,
         shape=shape if complete else None,
         plans=plans if complete else None,
         devices=row.count("n_devices") or 0,

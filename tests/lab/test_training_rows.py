@@ -162,6 +162,11 @@ def test_precision_is_that_of_products(cell, name):
         ("PyTorch NVIDIA Release 25.09", "2025-11", "megatron:25.09"),
         ("torchtitan (PyTorch 2.6 nightly)", "2024-12", "torch:2.6"),
         ("nanotron", "2025-02", "nanotron:25.02"),
+        (
+            "PyTorch NVIDIA Release 23.09",
+            "2025-11",
+            "megatron:25.11",
+        ),  # no release of two years ago
         ("Megatron-DeepSpeed", "2024-09", "megatron-deepspeed:24.09"),
         ("MaxText (JAX)", "2024-2026", "maxtext:24.01"),
         ("MaxText (JAX)", "2026-08", "maxtext:26.08"),
@@ -277,6 +282,33 @@ def test_steps_and_memory_are_in_the_units_that_rows_name(tmp_path):
     assert rate.measured_step_s == pytest.approx(2.0)  # 16 rows of 8192 tokens on 8 devices
     assert gib.measured_memory_bytes == 10 * 2**30
     assert failed.failed and failed.measured_step_s is None and not failed.is_trusted
+
+
+def test_submissions_on_nvidia_devices_run_nvidia_code():
+    cells = {"framework": "PyTorch", "source_date": "2025-06", "source_id": "mlperf_training"}
+    on = [{"hardware": name} | cells for name in ("NVIDIA H200", "AMD MI300X")]
+    assert [software_of(CsvRow(2, each, {})) for each in on] == ["megatron:25.06", "torch:25.06"]
+
+
+def test_experts_and_recomputation_that_a_framework_implies(tmp_path):
+    experts = {"model": "gpt-oss-120b", "layers": "", "hidden": "", "n_devices": "64", "tp": "1"}
+    experts |= {"global_batch_seqs": "64", "framework": "NeMo AutoModel"}
+    spread, given = read(tmp_path, row(**experts), row(**experts, ep="8"))
+    assert (spread.plans.expert, given.plans.expert) == (64, 8)
+    large = {"model": "llama3-70b", "layers": "", "hidden": "", "micro_batch_seqs": "4"}
+    large |= {"n_devices": "64", "tp": "1", "global_batch_seqs": "256"}
+    names = [
+        RECOMPUTE[int(each.plans.recompute)]
+        for each in read(
+            tmp_path,
+            row(**large, framework="NeMo AutoModel"),  # 80 GB cannot hold four such rows
+            row(**large, framework="NeMo AutoModel", recompute="none"),
+            row(**large, framework="NeMo AutoModel", status="crash_or_oom"),
+            row(**large, framework="Megatron-LM"),
+            row(**large | {"model": "llama3-8b", "micro_batch_seqs": "1"}, framework="AutoModel"),
+        )
+    ]
+    assert names == ["full", "none", "none", "none", "none"]
 
 
 def test_flops_are_seconds_only_by_a_rule_that_the_notes_name(tmp_path):
