@@ -100,6 +100,8 @@ def _show_plans(each: Answer) -> None:
     best, fastest, runnable = each.best, each.fastest, each.runnable
     assert best is not None and fastest is not None
     counts = f"{each.num_fit:,} of {each.num_plans:,} legal plans fit"
+    if each.num_listed:
+        counts += f", the most promising of some {each.num_listed:,}"
     alike = f", {each.num_alike:,} of them within these bars" if each.num_alike > 1 else ""
     count = sum(each.illegal.values())
     others = (

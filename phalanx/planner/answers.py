@@ -118,7 +118,8 @@ class Answer:
         runnable: the best one that `phalanx train` runs; None when none fits.
         smallest: the plan that needs the least memory, states in host memory left aside; None when
             there is no legal plan.
-        num_plans, num_fit: legal plans, and those that fit.
+        num_plans, num_fit: legal plans that were priced, and those that fit.
+        num_listed: plans that these were chosen from, where there were too many; 0: they are all.
         num_alike: of these, plans whose bar holds the fastest one, and which its bar holds.
         unlimited_s: seconds of the fastest step if memory had no limit.
         illegal: reason -> layouts that cannot exist.
@@ -135,6 +136,7 @@ class Answer:
     runnable: PricedPlan | None
     smallest: SizedPlan | None
     num_plans: int
+    num_listed: int
     num_fit: int
     num_alike: int
     unlimited_s: float
@@ -209,6 +211,7 @@ class Answer:
             "verdict": self.verdict,
             "usable_bytes": self.limit_bytes,
             "plans": self.num_plans,
+            "plans_before_pruning": self.num_listed or self.num_plans,
             "plans_that_fit": self.num_fit,
             "indistinguishable": self.num_alike,
             "illegal": dict(self.illegal),

@@ -4,7 +4,8 @@ Sources: heads and widths, arXiv 2104.04473, section 2.3; interleaved rounds nee
 micro-batches, Megatron Core and DOI 10.1145/3695053.3731410, section 3.1 (a round may be as long as
 all micro-batches, so that they suffice); a pipeline's first and last rank may hold a layer less
 because of embedding and head, same, section 3.2; ZeRO-3 gathers at every visit of a stage and is
-rejected with pipelines, same, section 3.3; two chunks of every rank for the schedules that fold the
+rejected with pipelines, and gradients are sharded where all forwards come first, same, section 3.3;
+two chunks of every rank for the schedules that fold the
 pipeline, arXiv 2401.10241, section 6, and arXiv 2412.19437, section 3.2.1.
 """
 
@@ -33,6 +34,7 @@ NO_SHARE = "share the rows of a batch unevenly"
 NO_STATE = "cut a linear attention's row other than by heads"
 NO_EXPERTS = "spread experts over more ranks than there are"
 NO_ROUND = "have fewer micro-batches than the schedule needs"
+NO_CHUNK = "give chunks of a pipeline unequal numbers of layers"
 NO_FOLD = "fold a pipeline of an odd number of ranks"
 
 _GPIPE, _1F1B, _INTERLEAVED, _ZERO_BUBBLE, _ZBV, _DUALPIPE = range(len(SCHEDULES))
@@ -141,8 +143,11 @@ def expert_rules(sizes: Sizes, table: Table) -> Mapping[str, np.ndarray]:
 def stage_rules(sizes: Sizes, table: Table) -> Mapping[str, np.ndarray]:
     """Of a schedule on its stages."""
     pipeline, schedule = table["pipeline"], table["schedule"]
+    chunks = pipeline * table["virtual"]
+    is_equal = (sizes.num_layers % chunks == 0) | ((sizes.num_layers + 2) % chunks == 0)
     return {
-        NO_LAYERS: (pipeline > 1) & (pipeline * table["virtual"] > sizes.num_layers + 2),
+        NO_LAYERS: (pipeline > 1) & (chunks > sizes.num_layers + 2),
+        NO_CHUNK: (schedule == _INTERLEAVED) & ~is_equal,
         NO_FOLD: (schedule == _DUALPIPE) & (pipeline % 2 != 0),
     }
 

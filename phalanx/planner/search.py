@@ -56,6 +56,7 @@ def answer(
         runnable=found.runnable,
         smallest=sized.smallest(sized.table["offload"] == 0),
         num_plans=len(sized),
+        num_listed=sized.num_listed,
         num_fit=len(found.order),
         num_alike=int(found.is_alike.sum()),
         unlimited_s=float(times.total_s.min()) if len(sized) else 0.0,

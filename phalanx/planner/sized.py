@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from phalanx.cost.training_memory import MemoryTerms, training_memory
 from phalanx.cost.training_plans import COLUMNS, RECOMPUTE, TrainingPlans
+from phalanx.cost.training_step import training_step
 from phalanx.hardware import Cluster
 from phalanx.planner.answers import SizedPlan
-from phalanx.planner.columns import Table
+from phalanx.planner.columns import Options, Table
 from phalanx.planner.legality import sizes_of
 from phalanx.planner.runnable import obstacles
-from phalanx.planner.space import list_plans
+from phalanx.planner.space import list_layouts, num_plans, with_rows
 from phalanx.planner.training import Training
+
+MANY_PLANS = 60_000  # from here on, only those that can fit
+MOST_PLANS = 120_000
 
 
 def limit_of(cluster: Cluster, limit_bytes: float) -> float:
@@ -33,6 +37,7 @@ class SizedPlans:
         table: columns of `TrainingPlans`, "longest_tokens" and "row_limit".
         plans: the same, for time.
         illegal: reason -> layouts.
+        num_listed: plans that these were chosen from; 0: they are all.
     """
 
     training: Training
@@ -40,6 +45,7 @@ class SizedPlans:
     plans: TrainingPlans
     memory: MemoryTerms
     illegal: Mapping[str, int]
+    num_listed: int = 0
 
     def __len__(self) -> int:
         return len(self.table)
@@ -87,7 +93,8 @@ def sized_plans(training: Training, cluster: Cluster, limit_bytes: float = 0.0) 
     """List the legal plans of a cluster and what memory they need.
 
     Moments move to host memory in plans that would not fit otherwise; elsewhere that only costs
-    time.
+    time. Of very many plans only those are listed whose smallest micro-batch fits, of more than
+    `MOST_PLANS` the ones whose smallest micro-batch is fastest.
     """
     rows, choice = training.rows, training.choice
     sizes = sizes_of(
@@ -98,26 +105,55 @@ def sized_plans(training: Training, cluster: Cluster, limit_bytes: float = 0.0) 
         domain=cluster.machine.devices_per_domain,
     )
     illegal: Counter[str] = Counter()
-    table = list_plans(
-        sizes,
-        cluster.num_devices,
-        rows.options,
-        recompute=[RECOMPUTE.index(each) for each in choice.recompute],
-        trains_all=training.method != "lora",
-        illegal=illegal,
-        mesh=choice.mesh,
+    recompute = [RECOMPUTE.index(each) for each in choice.recompute]
+    trains_all, limit = training.method != "lora", limit_of(cluster, limit_bytes)
+    layouts = list_layouts(
+        sizes, cluster.num_devices, trains_all=trains_all, illegal=illegal, mesh=choice.mesh
     )
+    count = num_plans(layouts, rows.options, recompute)
+    is_large = count > MANY_PLANS
+    if is_large:
+        layouts = _promising(training, cluster, layouts, recompute, limit)
+    table = with_rows(layouts, rows.options, recompute=recompute, illegal=illegal)
     table = table.joined(offload=np.zeros(len(table)))
     found = sized_table(training, cluster, table, illegal)
-    if training.method == "lora" or not len(table):
-        return found
-    too_large = found.memory.peak_bytes > limit_of(cluster, limit_bytes)
-    if not too_large.any():
+    found = replace(found, num_listed=count if is_large else 0)
+    too_large = found.memory.peak_bytes > limit
+    if not (trains_all and too_large.any()):
         return found
     apart = table.keep(too_large)
-    return sized_table(
-        training, cluster, table.stacked(apart.joined(offload=np.ones(len(apart)))), illegal
-    )
+    away = apart.joined(offload=np.ones(len(apart)))
+    stacked = sized_table(training, cluster, table.stacked(away), illegal)
+    return replace(stacked, num_listed=found.num_listed)
+
+
+def _promising(
+    training: Training,
+    cluster: Cluster,
+    layouts: Table,
+    recompute: Sequence[int],
+    limit_bytes: float,
+) -> Table:
+    """Layouts whose smallest micro-batch fits; all where none does; not too many."""
+
+    def least(data_ranks: int) -> Options:
+        return {name: each[:1] for name, each in training.rows.options(data_ranks).items()}
+
+    known = layouts.joined(layout=np.arange(len(layouts)))
+    table = with_rows(known, least, recompute=recompute, illegal=Counter())
+    table = table.joined(offload=np.full(len(table), float(training.method != "lora")))
+    sized = sized_table(training, cluster, table, {})
+    peak = sized.memory.peak_bytes
+    fits = peak <= max(limit_bytes, float(peak.min(initial=np.inf)))
+    table = table.keep(fits)
+    seconds = training_step(training.shape, sized.plans.take(fits), cluster.machine).total_s
+    chosen, first = np.unique(table["layout"][np.argsort(seconds)], return_index=True)
+    chosen = chosen[np.argsort(first)]  # fastest first
+    rows_of = training.rows.options
+    ways = {int(n): len(rows_of(int(n))["row_tokens"]) for n in np.unique(layouts["data"])}
+    of_each = np.array([ways[int(n)] for n in layouts["data"][chosen]]) * len(recompute)
+    room = np.searchsorted(np.cumsum(of_each), MOST_PLANS, side="right")
+    return layouts.keep(np.sort(chosen[: max(1, int(room))]))
 
 
 def sized_table(

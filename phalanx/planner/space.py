@@ -2,9 +2,11 @@
 
 Degrees multiply to the devices: tensor inside context inside pipeline inside data (DOI
 10.1145/3695053.3731410, section 4). What changes nothing is listed once (a schedule without a
-pipeline); what is never better is not listed: tokens that tensor ranks do not split beside a
-pipeline or context ranks (the same traffic, more memory: arXiv 2205.05198, section 4.2), and
-optimizer states kept whole where adapters have next to none.
+pipeline). What is never better is not listed: tokens that tensor ranks do not split beside a
+pipeline or context ranks (the same traffic, more memory: arXiv 2205.05198, section 4.2); whole
+moments beside a pipeline, and whole gradients where all its forwards come first; all forwards
+first, where there are micro-batches enough to take turns (the same bubble, more memory: arXiv
+2104.04473, section 2.2); optimizer states kept whole where adapters have next to none.
 """
 
 from __future__ import annotations
@@ -32,22 +34,17 @@ _VIRTUAL = (2, 3, 4, 6, 8, 12)
 _STATES = {"zero": (0, 1, 2, 3, 3), "keeps_gathered": (0, 0, 0, 0, 1)}
 
 
-def list_plans(
+def list_layouts(
     sizes: Sizes,
     num_devices: int,
-    rows_of: Callable[[int], Options],
     *,
-    recompute: Sequence[int],
     trains_all: bool,
     illegal: Counter[str],
     mesh: Mapping[str, int] | None = None,
 ) -> Table:
-    """The legal plans; columns are those of `cost.training_plans` and what `rows_of` adds.
+    """Plans without their micro-batches: degrees, schedule, what is sharded.
 
     Args:
-        rows_of: data ranks -> ways to fill micro-batches: columns "row_tokens", "micro_rows",
-            "num_micro" and others.
-        recompute: indices to try.
         trains_all: all weights are trained, so gradients and moments weigh as much as they.
         illegal: reason -> layouts, added to.
         mesh: sizes of "replicate", "shard" and "tp" to keep to.
@@ -59,14 +56,39 @@ def list_plans(
     table = _split_tokens(table, sizes, illegal)
     table = _split_rows(table, sizes, illegal)
     table = _spread_experts(table, sizes, illegal)
+    table = _stages(table, sizes, illegal)
     near = mesh.get("shard", 1) if mesh else np.maximum(1, sizes.domain // table["tensor"])
     table = _states(table.joined(near=near + 0 * table["tensor"]), trains_all=trains_all)
-    if mesh:
-        table = table.keep(_states_like(table, mesh))
-    table = _stages(table, sizes, illegal)
-    table = table.cross_by("data", rows_of) if len(table) else table.cross(rows_of(1))
+    return table.keep(_states_like(table, mesh)) if mesh else table
+
+
+def num_plans(layouts: Table, rows_of: Callable[[int], Options], recompute: Sequence[int]) -> int:
+    """Rows that `with_rows` makes before its rules."""
+    values, counts = np.unique(layouts["data"], return_counts=True)
+    ways = [len(rows_of(int(value))["row_tokens"]) for value in values]
+    return int(counts @ np.array(ways, dtype=int)) * len(recompute) if ways else 0
+
+
+def with_rows(
+    layouts: Table,
+    rows_of: Callable[[int], Options],
+    *,
+    recompute: Sequence[int],
+    illegal: Counter[str],
+) -> Table:
+    """Layouts with their micro-batches and recomputation: columns of `cost.training_plans`.
+
+    Args:
+        rows_of: data ranks -> ways to fill micro-batches: columns "row_tokens", "micro_rows",
+            "num_micro" and others.
+        recompute: indices to try.
+        illegal: reason -> layouts with their rows, added to.
+    """
+    table = layouts.cross_by("data", rows_of) if len(layouts) else layouts.cross(rows_of(1))
     table = table.obey(illegal, round_rules(table))
-    return table.cross({"recompute": recompute})
+    takes_turns = table["num_micro"] >= table["pipeline"]
+    is_late = (table["schedule"] == SCHEDULES.index("gpipe")) & takes_turns
+    return table.keep(~is_late).cross({"recompute": recompute})
 
 
 def _axes(num_devices: int) -> Table:
@@ -128,12 +150,13 @@ def _states(table: Table, *, trains_all: bool) -> Table:
     table = table.cross(_STATES).cross({"is_near": (0, 1)})
     zero, is_near, near = table["zero"], table["is_near"] == 1, table["near"]
     ranks = table["data"] * table["context"]
-    has_pipeline = table["pipeline"] > 1
     is_hybrid = (1 < near) & (near < ranks) & (ranks % near == 0) & (zero == 3)
     kept = np.where(zero == 0, ~is_near, ranks > 1) & (~is_near | is_hybrid)
-    kept &= ~has_pipeline | (zero < 3)
     if not trains_all:
-        kept &= (zero == 0) | (zero == 3) | (has_pipeline & (zero == 1))
+        kept &= (zero == 0) | (zero == 3)
+    all_first = table["schedule"] == SCHEDULES.index("gpipe")
+    in_pipeline = np.where((ranks > 1) & trains_all, np.where(all_first, 2, 1), 0)
+    kept &= (table["pipeline"] == 1) | (zero == in_pipeline)
     shard = np.where(zero == 0, 1, np.where(is_near, near, ranks))
     return table.without("is_near", "near").joined(shard=shard).keep(kept)
 

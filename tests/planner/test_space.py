@@ -21,7 +21,7 @@ from phalanx.planner import legality
 from phalanx.planner.columns import Table
 from phalanx.planner.legality import sizes_of
 from phalanx.planner.rows import FixedRows
-from phalanx.planner.space import list_plans
+from phalanx.planner.space import list_layouts, num_plans, with_rows
 from phalanx.planner.training import fixed_mesh
 from tests.planner.plan_cases import CONFIG
 
@@ -43,10 +43,9 @@ def found(number, *, shape=None, seq=4096, rows=64, domain=8, whole=True, mesh=N
         shape or shape_of(CONFIG), row_tokens=seq, rows=rows, is_fixed=True, domain=domain
     )
     illegal = Counter()
-    table = list_plans(
-        sizes, number, source.options, recompute=(0, 1, 2), trains_all=whole, illegal=illegal,
-        mesh=mesh,
-    )  # fmt: skip
+    layouts = list_layouts(sizes, number, trains_all=whole, illegal=illegal, mesh=mesh)
+    table = with_rows(layouts, source.options, recompute=(0, 1, 2), illegal=illegal)
+    assert len(table) <= num_plans(layouts, source.options, (0, 1, 2))
     return table, illegal
 
 
@@ -69,6 +68,8 @@ def test_every_plan_uses_all_devices_and_computes_the_whole_batch(number, rows, 
     assert (ranks % t["shard"] == 0).all() and ((t["zero"] > 0) <= (t["shard"] > 1)).all()
     assert ((t["pipeline"] > 1) | ((t["virtual"] == 1) & (t["schedule"] == 1))).all()
     assert ((t["pipeline"] == 1) | (t["zero"] < 3)).all()
+    late = (t["pipeline"] > 1) & (t["schedule"] == 0)
+    assert (t["num_micro"][late] < t["pipeline"][late]).all()
     assert (t["pipeline"] * t["virtual"] <= CONFIG.num_layers + 2).all()
     assert ((t["context"] == 1) | (seq % (2 * t["context"]) == 0)).all()
     rounds = (t["pipeline"] == 1) | (t["schedule"] == 0) | (t["num_micro"] >= t["pipeline"])
@@ -83,15 +84,13 @@ def test_plans_of_two_devices_by_hand():
     table, illegal = found(2, rows=2)
     data = 1 + 4
     tensor = 2
-    pipeline = {"gpipe": 1, "1f1b": 1, "zero-bubble": 1, "interleaved": 2, "zbv": 1, "dualpipe": 1}
     context = 3 * (1 + 4)
     rows = {1: 2, 2: 1}  # data ranks -> ways to fill micro-batches: one row, or two
-    # two micro-batches are needed by all but gpipe, and four by dualpipe
-    stages = {"gpipe": 2, "dualpipe": 0}
-    in_pipeline = sum(count * stages.get(name, 1) for name, count in pipeline.items())
-    assert len(table) == 3 * (data * rows[2] + tensor * rows[1] + in_pipeline + context * rows[1])
-    reasons = {legality.NO_ROUND, legality.NO_LAYERS}
-    assert set(illegal) == reasons
+    # of two micro-batches: 1f1b, zero-bubble, zbv, interleaved by 2 and by 3 (of 4 layers, and 4
+    # with embedding and head); of one: all forwards first; dualpipe needs four
+    pipeline = 5 + 1
+    assert len(table) == 3 * (data * rows[2] + tensor * rows[1] + pipeline + context * rows[1])
+    assert set(illegal) == {legality.NO_ROUND, legality.NO_LAYERS}
     assert illegal[legality.NO_LAYERS] == 4  # virtual 4, 6, 8, 12 on two ranks: more than 6 stages
 
 
@@ -171,6 +170,16 @@ def test_hybrid_shards_stand_inside_a_domain_with_replicas_across():
     near = (table["zero"] == 3) & (table["shard"] < table["data"] * table["context"])
     assert near.any()
     assert set((table["shard"] * table["tensor"])[near].tolist()) == {8}
+
+
+def test_chunks_of_a_pipeline_hold_equal_numbers_of_layers():
+    """6 layers: 2 ranks of 3 chunks, or, with embedding and head, of 2 or 4."""
+    table, illegal = found(2, shape=MIXTURE, rows=8)
+    at = (table["schedule"] == SCHEDULES.index("interleaved")) & (table["pipeline"] == 2)
+    assert set(table["virtual"][at].tolist()) == {2, 3, 4}
+    llama = shape_of(named_model("llama-3.1-8b").config)
+    _, illegal = found(2, shape=llama, rows=8)
+    assert illegal[legality.NO_CHUNK] > 0  # 6, 12 or 24 chunks do not cut 32 layers, nor 34
 
 
 def test_adapters_shard_weights_or_nothing():
