@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from phalanx.cli.job import FLAGS, JobFile
 from phalanx.cli.output import JsonFile, emit, progress, show_report, versioned, write
 from phalanx.cli.plan import On, verdict
+
+if TYPE_CHECKING:
+    from phalanx.planner.step_picture import PassSpan
+    from phalanx.trace import Trace
 
 _MAX_ROWS = 8  # pipeline ranks of the drawing
 
@@ -26,21 +31,38 @@ def simulate(
     picture: Annotated[
         str, typer.Option("--picture", help="Draw the step's timeline: FILE.png or FILE.svg.")
     ] = "",
+    documents: Annotated[
+        str,
+        typer.Option(
+            "--documents",
+            metavar="FILE",
+            help="Play other documents on every data rank: a JSON line per rank, a list of "
+            "micro-batches, each a list of lengths in tokens.",
+        ),
+    ] = "",
     json_file: JsonFile = "",
 ) -> None:
     """Simulate one step of a job; --section.key VALUE overrides the file."""
-    from phalanx.perfetto import write_perfetto
+    from phalanx.job import load_job, parse_flags
+    from phalanx.planner.document_step import read_documents, simulate_documents
     from phalanx.planner.jobs import plan_job
-    from phalanx.planner.step_picture import draw_step, pass_spans, timeline_text
+    from phalanx.planner.step_picture import pass_spans, timeline_text
 
+    if documents:
+        read = load_job(job, parse_flags(context.args))
+        found = simulate_documents(read, read_documents(documents), on)
+        _write_files(found.trace, found.spans(), found.report.title, trace, picture)
+        document = versioned("simulation", report=found.report.to_dict())
+
+        def show_documents() -> None:
+            show_report(found.report)
+            write(f"\ndata rank {found.slowest}, the slowest\n{timeline_text(found.spans())}\n")
+
+        emit(document, json_file, show_documents)
+        return
     _, planned, simulated = plan_job(job, context.args, on)
-    if trace:
-        write_perfetto(trace, [simulated.trace])
-        progress(f"{len(simulated.trace)} rows written to {trace}")
     spans = pass_spans(simulated.trace, planned.program.mesh)
-    if picture:
-        draw_step(spans, simulated.report.title, picture)
-        progress(f"timeline drawn in {picture}")
+    _write_files(lambda: simulated.trace, spans, simulated.report.title, trace, picture)
     report = simulated.report.to_dict()
     document = versioned("simulation", fits=simulated.fits, report=report)
 
@@ -51,6 +73,26 @@ def simulate(
     emit(document, json_file, show)
     if not simulated.fits:
         raise typer.Exit(1)
+
+
+def _write_files(
+    make_trace: Callable[[], Trace],
+    spans: Sequence[PassSpan],
+    title: str,
+    trace: str,
+    picture: str,
+) -> None:
+    """The trace and the picture, where they are asked for."""
+    from phalanx.perfetto import write_perfetto
+    from phalanx.planner.step_picture import draw_step
+
+    if trace:
+        made = make_trace()
+        write_perfetto(trace, [made])
+        progress(f"{len(made)} rows written to {trace}")
+    if picture:
+        draw_step(spans, title, picture)
+        progress(f"timeline drawn in {picture}")
 
 
 def _drawing(planned: Any) -> str:
