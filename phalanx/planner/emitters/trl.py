@@ -129,8 +129,8 @@ def _train(writing: Writing) -> dict[str, Any]:
         "packing": plan.packed is not False,
         "bf16": precision in ("bf16", "fp8"),
         "fp16": precision == "fp16",
-        # FSDP recomputes by itself; both at once are refused by transformers
-        "gradient_checkpointing": RECOMPUTE[row["recompute"]] == "full" and not row["zero"],
+        # FSDP recomputes by itself; both at once are refused
+        "activation_checkpointing": RECOMPUTE[row["recompute"]] == "full" and not row["zero"],
     }
     table |= _data(writing)
     if plan.lr is not None:

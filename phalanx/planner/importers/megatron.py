@@ -37,7 +37,6 @@ _NOT_MODELLED = {
     "cpu-offloading-num-layers": "activations in host memory",
     "moe-expert-capacity-factor": "no token is dropped in the price",
     "moe-layer-recompute": "priced by recompute-granularity",
-    "num-distributed-optimizer-instances": "moments are priced as shared by all data ranks",
     "hierarchical-context-parallel-sizes": "priced as one ring",
     "hybrid-context-parallel": "priced as one ring",
     "cuda-graph-impl": "launch times are part of the fitted efficiency of the software",
@@ -158,6 +157,10 @@ def _mesh(reading: Reading) -> None:
     reading.use("data-parallel-sharding-strategy")
     reading.set("zero", zero, reading.where(key))
     reading.set("shard", ALL_LEFT if zero else 1, reading.where(key))
+    instances = reading.whole("num-distributed-optimizer-instances", default=1)
+    if zero and instances > 1:
+        where = reading.where("num-distributed-optimizer-instances")
+        reading.set("replicate", instances, where)
     _virtual(reading)
 
 

@@ -52,7 +52,10 @@ def _without(notes: tuple[Note, ...], key: str) -> tuple[Note, ...]:
 def _recompute(spread: ForeignPlan, trained: ForeignPlan) -> tuple[str | None, list[Note]]:
     """Either file may ask for it; transformers refuses both at once."""
     asked: list[Any] = [spread.recompute, trained.recompute]
-    if asked == ["full", "full"] and "default" not in trained.origin.get("recompute", ""):
+    is_stated = trained.origin.get("recompute", "").startswith("line")
+    if asked == ["full", "full"] and is_stated:
         text = "both files ask for it, which transformers refuses; priced once"
-        return "full", [Note("", "gradient_checkpointing", ASSUMED, text)]
+        return "full", [Note("", "activation_checkpointing", ASSUMED, text)]
+    if spread.recompute and not is_stated:  # TRL's default does not undo what is written
+        return spread.recompute, []
     return ("full" if "full" in asked else trained.recompute or spread.recompute), []

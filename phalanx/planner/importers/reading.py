@@ -171,6 +171,8 @@ class Reading:
     def _left(self, key: str) -> Note | None:
         if key in self._used or self.document.entries[key].value in (None, []):
             return None
+        if key.startswith("$"):
+            return Note(self._line(key), key, ASSUMED, "further options may come from outside")
         table = _table_of(key, self._not_modelled)
         if table:
             return Note(self._line(key), key, NOT_MODELLED, self._not_modelled[table])

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from phalanx.planner.importers.entries import Document, Entry, unreadable
 
 _MOST_WORDS = 20_000
+OUTSIDE = ("$@", "$*")  # options that the script is started with
 _ASSIGN = re.compile(r"([A-Za-z_]\w*)(\+?=)(.*)", re.DOTALL)
 _NAME = r"(?P<braced>[A-Za-z_]\w*|\d+)(?:\[[@*]\])?(?::?-(?P<other>[^}]*))?"
 _REFERENCE = re.compile(
@@ -79,6 +80,9 @@ def options(words: Sequence[Word], path: str, short: dict[str, str] | None = Non
             entries[key] = Entry(key, value, line)
 
     for word in words:
+        if word.text in OUTSIDE:
+            entries[word.text] = Entry(word.text, word.text, word.line)
+            continue
         name = _option_name(word, short or {})
         if name is None:
             values.append(word.text)

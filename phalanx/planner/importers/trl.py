@@ -27,6 +27,11 @@ _NOT_MODELLED = {
     "loss_type": "priced as cross-entropy",
     "accelerate_config": "a launch configuration of its own: read it as well to price its sharding",
 }
+_CHECKPOINTING = ("gradient", "activation")
+_NOT_MODELLED |= dict.fromkeys(
+    (f"{name}_checkpointing_kwargs" for name in _CHECKPOINTING),
+    "priced as recomputation of every layer",
+)
 _MOMENT_BYTES = {"8bit": 2.0, "adafactor": 0.1, "sgd": 0.0, "lion_8bit": 1.0, "lion": 4.0}
 
 
@@ -110,10 +115,12 @@ def _precision(reading: Reading) -> None:
 
 
 def _sharding(reading: Reading) -> None:
-    again = reading.flag("gradient_checkpointing", default=True)
-    where = reading.where("gradient_checkpointing")
+    old = reading.flag("gradient_checkpointing", default=True)  # TRL's default, not transformers'
+    again = reading.flag("activation_checkpointing", default=old)
+    has_new = "activation_checkpointing" in reading.document.entries
+    where = reading.where(f"{'activation' if has_new else 'gradient'}_checkpointing")
     reading.set("recompute", "full" if again else "none", where)
-    reading.use("gradient_checkpointing_kwargs.use_reentrant")
+    reading.use(*(f"{name}_checkpointing_kwargs.use_reentrant" for name in _CHECKPOINTING))
     asked = reading.raw("fsdp")
     words = asked if isinstance(asked, list) else str(asked or "").replace(",", " ").split()
     folded = {str(each).lower() for each in words}
