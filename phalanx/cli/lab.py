@@ -60,7 +60,8 @@ def validate_tables(
     from phalanx.lab.training_rows import read_training
     from phalanx.lab.validation import validate
 
-    if not training and not serving:
+    is_seen = not training and not serving
+    if is_seen:
         training, serving = str(seen_table("training")), str(seen_table("serving"))
     found = validate(
         read_training(training) if training else [], read_serving(serving) if serving else []
@@ -70,7 +71,7 @@ def validate_tables(
 
         draw(found, picture)
     if markdown:
-        write_file(markdown, page(found, _beside(markdown, picture)), "--markdown")
+        write_file(markdown, page(found, _beside(markdown, picture), is_seen=is_seen), "--markdown")
     targets = judged(found)
     document = versioned("accuracy", **found.to_dict(), targets=targets)
     emit(document, json_file, lambda: _show(found))
@@ -172,7 +173,7 @@ def _quantity(name: str, value: float) -> str:
 
 
 def _show(found: Validation) -> None:
-    from phalanx.lab.page import QUANTITY_NAMES, figure, percent
+    from phalanx.lab.page import QUANTITY_NAMES, figure, in_order, percent
     from phalanx.lab.targets import TARGETS
 
     lines = [
@@ -187,7 +188,7 @@ def _show(found: Validation) -> None:
             percent(score.in_bar),
             percent(score.baseline),
         ]
-        for (name, quantity), score in found.classes().items()
+        for (name, quantity), score in in_order(found)
     ]
     header = ("class", "quantity", "sources", "rows", "median", "p90", "bias", "in bars", "MFU")
     table(header, lines, "errors, medians over sources")

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import inspect
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from phalanx.lab import row_class, row_plan
-from phalanx.lab.cross_validated import fold_scores
+from phalanx.lab import row_class
+from phalanx.lab.cross_validated import FoldScore, fold_scores
+from phalanx.lab.definitions import definitions, wrapped
 from phalanx.lab.missed import REASONS
 from phalanx.lab.scored import SourceScore, Validation
+from phalanx.lab.scores import MacroScore
 from phalanx.lab.targets import TARGETS, Target
 
 QUANTITY_NAMES = {
@@ -25,22 +26,25 @@ QUANTITY_NAMES = {
 _MOST_REASONS = 14
 
 
-def page(found: Validation, picture: str = "") -> str:
+def page(found: Validation, picture: str = "", *, is_seen: bool = False) -> str:
     """Markdown.
 
     Args:
         found: the scores.
         picture: its path, relative to the page; "" for none.
+        is_seen: the tables are those that efficiencies were fitted on, so that out-of-fold scores
+            belong beside.
     """
+    folds = fold_scores() if is_seen else []
     parts = (
-        _head(found, picture),
-        _targets(found),
+        _head(found, picture, is_seen),
+        _targets(found, folds),
         _classes(found),
-        _out_of_fold(),
+        _out_of_fold(folds),
         _sources(found),
         _grids(found),
         _unpriced(found),
-        _definitions(),
+        definitions(),
     )
     return "\n".join(line for part in parts for line in part).rstrip() + "\n"
 
@@ -58,24 +62,32 @@ def figure(target: Target, value: float) -> str:
     return percent(value) if target.is_share else ("" if value != value else f"{value:.3f}")
 
 
-def _head(found: Validation, picture: str) -> Iterator[str]:
+def in_order(found: Validation) -> list[tuple[tuple[str, str], MacroScore]]:
+    """Classes as their definitions list them, serving last."""
+    order = [*row_class.TRAINING_CLASSES, "serving"]
+    return sorted(found.classes().items(), key=lambda item: order.index(item[0][0]))
+
+
+def _head(found: Validation, picture: str, is_seen: bool) -> Iterator[str]:
     yield "# How accurate the planner is"
     yield ""
     yield "Written by `phalanx lab validate --markdown docs/accuracy.md`; do not edit."
     yield ""
-    yield (
+    yield wrapped(
         f"{found.rows:,} published measurements were read; {found.complete:,} have the minimum "
         f"inputs (defined below), {found.predicted:,} of these were priced. Every measurement is "
         "compared with the prediction of the same code that `phalanx plan` uses. Errors are "
         "relative: predicted over measured, minus one."
     )
-    yield ""
-    yield (
-        "Efficiencies were fitted on the shipped tables, a few numbers for each accelerator, "
-        "precision and software, never for a row, a model or a plan. Scores on these tables are "
-        "therefore in sample; the out-of-fold table says what remains of them on groups of rows "
-        "that a fit has not seen."
-    )
+    if is_seen:
+        yield ""
+        yield wrapped(
+            "These are the tables that ship with Phalanx, and efficiencies were fitted on them: a "
+            "few numbers for each accelerator, precision and software, never for a row, a model "
+            "or a plan. Scores on them are therefore in sample. What is said out of fold comes "
+            "from fits that had not seen the group of rows they are judged by; that is what to "
+            "expect of a plan that nobody has published."
+        )
     if picture:
         yield ""
         yield f"![Predicted against measured, with the constant-MFU baseline beside]({picture})"
@@ -90,48 +102,48 @@ def _table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> Iterator[st
     yield ""
 
 
-def _targets(found: Validation) -> Iterator[str]:
+def _targets(found: Validation, folds: Sequence[FoldScore]) -> Iterator[str]:
     yield ""
     yield "## Targets"
+    figures = {score.name: score.figures for score in folds}
     lines, missed = [], []
-    folds = {score.name: score.figures for score in fold_scores()}
     for target in TARGETS:
         value = target.of(found)
-        is_met = target.is_met(value)
+        unseen = figures.get(target.fold[0], {}).get(target.fold[1], float("nan"))
+        is_met = target.is_met(unseen if unseen == unseen else value)
         if is_met is None:
             continue
         if not is_met:
             missed.append(target.name)
-        bound = f"{figure(target, target.low)} to {figure(target, target.high)}"
-        if target.low == 0:
-            bound = f"at most {figure(target, target.high)}"
-        elif target.high == 1:
-            bound = f"at least {figure(target, target.low)}"
-        lines.append(
-            [
-                target.name,
-                figure(target, value),
-                figure(target, folds.get(target.fold[0], {}).get(target.fold[1], float("nan"))),
-                bound,
-                "met" if is_met else "**missed**",
-                target.others,
-            ]
-        )
-    yield from _table(
-        ("figure", "Phalanx", "out of fold", "target", "", "best known of others"), lines
-    )
+        word = "met" if is_met else "**missed**"
+        cells = [target.name, figure(target, value), figure(target, unseen), _bound(target), word]
+        lines.append([*cells, target.others])
+    header = ["figure", "Phalanx", "out of fold", "target", "", "best known of others"]
+    if not folds:
+        header.pop(2)
+        for line in lines:
+            line.pop(2)
+    yield from _table(header, lines)
     if missed:
         yield "What is missed, and why:"
         yield ""
         for name in missed:
-            yield f"- {name}: {REASONS.get(name, 'not explained yet')}"
+            yield wrapped(f"{name}: {REASONS.get(name, 'not explained yet')}", bullet="- ")
         yield ""
+
+
+def _bound(target: Target) -> str:
+    if target.low == 0:
+        return f"at most {figure(target, target.high)}"
+    if target.high == 1:
+        return f"at least {figure(target, target.low)}"
+    return f"{figure(target, target.low)} to {figure(target, target.high)}"
 
 
 def _classes(found: Validation) -> Iterator[str]:
     yield "## Classes"
     yield ""
-    yield (
+    yield wrapped(
         "Medians over sources of the figures of each source, because one grid is half of all rows. "
         "The baseline is one sustained rate per accelerator, precision and class of rows, fitted "
         "on the shipped tables."
@@ -149,7 +161,7 @@ def _classes(found: Validation) -> Iterator[str]:
             percent(score.worst),
             percent(score.baseline),
         ]
-        for (name, quantity), score in found.classes().items()
+        for (name, quantity), score in in_order(found)
     ]
     header = (
         *("class", "quantity", "sources", "rows", "median error", "p90", "bias"),
@@ -158,8 +170,7 @@ def _classes(found: Validation) -> Iterator[str]:
     yield from _table(header, lines)
 
 
-def _out_of_fold() -> Iterator[str]:
-    scores = fold_scores()
+def _out_of_fold(scores: Sequence[FoldScore]) -> Iterator[str]:
     if not scores:
         return
     yield "## Out of fold"
@@ -167,7 +178,7 @@ def _out_of_fold() -> Iterator[str]:
     yield "Five folds of whole groups (same source, model, hardware, size and sequence length)."
     lines = [
         [
-            score.name,
+            QUANTITY_NAMES.get(score.name, score.name),
             f"{score.figures.get('rows', 0):,.0f}",
             *(percent(score.figures.get(name)) for name in ("median", "p90")),
             percent(score.figures.get("bias"), sign=True),
@@ -222,7 +233,7 @@ def _grids(found: Validation) -> Iterator[str]:
         return
     yield "## Grids of plans"
     yield ""
-    yield (
+    yield wrapped(
         "Groups that differ in the plan alone, of at least five runs that ended; of serving, "
         "engines of one model and accelerator at one load, by request latency. Regret: measured "
         "time of the plan that is predicted best, over the best measured. Failed choices: grids "
@@ -271,24 +282,3 @@ def _unpriced(found: Validation) -> Iterator[str]:
     if rest:
         lines.append(["other reasons", f"{rest:,}"])
     yield from _table(("reason", "rows"), lines)
-
-
-def _definitions() -> Iterator[str]:
-    yield "## Classes of rows, and minimum inputs"
-    yield ""
-    yield inspect.cleandoc(row_class.__doc__ or "").split("\n\n", 1)[1]
-    yield "| serving | all rows of a serving table |"
-    yield ""
-    for name, sources in (("GRIDS", row_class.GRIDS), ("VENDORS", row_class.VENDORS)):
-        yield f"`{name}` are sources whose names start with {', '.join(sources)}."
-    yield ""
-    yield (
-        "A training row needs an accelerator of `phalanx/hardware`, `n_devices`, `dtype`, "
-        "`seq_len_tokens`, a model (a known name, or `layers`, `hidden`, `heads`, `ffn`, `vocab`), "
-        "`tp`, `pp`, `cp` and `dp` as far as `n_devices` does not give them, and the batch. A "
-        "serving row needs a known model and accelerator, how the engine cuts the model, lengths "
-        "of prompts and answers, and the load: a concurrency, a static batch, or a load without "
-        "end. All else is insufficient input. What tables leave out because it is implied:"
-    )
-    yield ""
-    yield inspect.cleandoc(row_plan.__doc__ or "").split("\n\n", 2)[2]
