@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from phalanx.cli._plan_options import On
+from phalanx.cli._plan_toy import verdict
 from phalanx.cli.job import FLAGS, JobFile
 from phalanx.cli.output import JsonFile, emit, progress, show_report, versioned, write
-from phalanx.cli.plan import On, verdict
 
 if TYPE_CHECKING:
     from phalanx.planner.step_picture import PassSpan

@@ -1,12 +1,16 @@
-"""The lockfile of a priced job: what `phalanx train` is given."""
+"""A priced job as files: the lockfile that `phalanx train` is given, or those of other programs."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict
+from typing import Any
 
+from phalanx.cost.training_plans import TrainingPlans
 from phalanx.errors import JobError
 from phalanx.plan import Plan, Pool, RoleProgram
 from phalanx.planner.answers import Answer, PricedPlan
+from phalanx.planner.emitters import Site, emit, plan_of
 from phalanx.planner.price import PricedJob
 from phalanx.report import Report
 
@@ -48,6 +52,31 @@ def lockfile(priced: PricedJob, chosen: Answer) -> Plan:
         programs={"train": role},
         predictions=[asdict(row) for row in _predicted(priced, chosen, best).rows],
     )
+
+
+def foreign_files(priced: PricedJob, chosen: Answer, target: str) -> Mapping[str, str]:
+    """The best plan of a cluster as files of another program: name -> text.
+
+    Raises:
+        JobError: `registry/unknown` for a target that is not known.
+        PlanError: `emit/impossible` for what the target cannot express.
+    """
+    assert chosen.best is not None
+    training, cluster = priced.training, chosen.asked.cluster
+    row: dict[str, Any] = dict(chosen.best.sized.row)
+    if training.profile is not None:
+        row["row_tokens"] = chosen.best.sized.row_limit
+        row["num_micro"] = max(1, round(row["num_micro"]))
+    plans = TrainingPlans(
+        **row,
+        method=training.method,
+        lora_rank=training.lora.rank if training.lora else 0,
+        base_bits=training.base_bits,
+        precision=training.precision,
+    )
+    per_node = min(cluster.num_devices, cluster.machine.devices_per_domain, 8)
+    site = Site(accelerator=cluster.machine.name.upper(), devices_per_node=per_node)
+    return emit(target, plan_of(priced.job, plans, 0, training.shape), site)
 
 
 def _predicted(priced: PricedJob, chosen: Answer, best: PricedPlan) -> Report:

@@ -1,0 +1,121 @@
+"""The words of `phalanx plan` as a job and a question."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from phalanx.cli.job import resolve
+from phalanx.errors import JobError
+from phalanx.job import Job, parse_flags
+from phalanx.planner.clusters import asked_clusters
+from phalanx.planner.importers import ForeignPlan, job_keys, read_foreign
+from phalanx.planner.question import Question, dollars_of, row_count, total_count
+
+
+class Asked:
+    """What a command line says, gathered part by part; `job` and `question` come last.
+
+    Args:
+        target: job file, or a model.
+        arguments: dotted flags.
+    """
+
+    def __init__(
+        self, target: str, model: str, data: str, on: str, arguments: Sequence[str]
+    ) -> None:
+        self._file = target if target.endswith(".toml") else ""
+        if target and model and not self._file:
+            rule = f"the model is named twice: --model says {model}"
+            raise JobError("job/syntax", "arguments", target, rule)
+        self._arguments, self._on = list(arguments), on
+        self._keys: dict[str, Any] = {
+            "model.name": model if self._file else model or target,
+            "data.source": data,
+        }
+        self._asks: dict[str, Any] = {"on": on, "whole_epoch": not self._file}
+        self._foreign: ForeignPlan | None = None
+
+    def method(self, lora: int | None, full: bool, seq: str) -> None:
+        """What is trained; rows of one length without a word of it are pretraining.
+
+        Raises:
+            JobError: `job/syntax` for two methods.
+        """
+        if lora is not None and full:
+            rule = "contradict each other: train adapters, or all weights"
+            raise JobError("job/syntax", "--lora, --full", None, rule)
+        own = parse_flags(self._arguments)
+        if lora is not None:
+            self._keys |= {"train.method": "lora", "train.lora_rank": lora}
+        elif full:
+            self._keys["train.method"] = "full"
+        elif seq and not self._file and "train.method" not in own:
+            self._keys["train.method"] = "pretrain"
+
+    def limits(self, deadline: str, budget: str) -> None:
+        """Of the whole job."""
+        self._keys["limits.time_s"] = deadline
+        self._asks["sizes"] = bool(deadline or budget)
+        if budget:
+            self._asks["budget_usd"] = dollars_of(budget)
+
+    def rows(self, seq: str, global_tokens: str, tokens: str) -> None:
+        """Of one length, and the tokens of a step and of the run.
+
+        Raises:
+            JobError: `job/syntax` where a data file is named too.
+        """
+        if seq and self._keys["data.source"]:
+            source = self._keys["data.source"]
+            rule = f"contradict each other: rows come from {source}, or all have one length"
+            raise JobError("job/syntax", "--seq, --data", seq, rule)
+        if global_tokens:
+            count = row_count(global_tokens, "--global-tokens")
+            self._keys["train.global_batch_tokens"] = count
+        if seq:
+            self._asks["seq_tokens"] = row_count(seq, "--seq")
+        if tokens:
+            self._asks["total_tokens"] = total_count(tokens)
+
+    def read(self, path: str) -> None:
+        """Another program's configuration: what it states, unless the user's own flags say it.
+
+        Raises:
+            JobError: `job/bad-value` for a server's; from `read_foreign`.
+        """
+        foreign = read_foreign(path)
+        if foreign.role != "train":
+            rule = "is the configuration of a server; a training plan was asked for"
+            raise JobError("job/bad-value", "--from", path, rule)
+        number = asked_clusters(self._on)[0].cluster.num_devices if self._on else 0
+        own = {*parse_flags(self._arguments), *(key for key, it in self._keys.items() if it)}
+        for key, value in job_keys(foreign, number).items():
+            is_elsewhere = key == "data.source" and not Path(str(value)).exists()
+            if key not in own and not is_elsewhere:
+                self._keys[key] = value
+        if foreign.row_tokens and not self._keys["data.source"]:
+            self._asks.setdefault("seq_tokens", foreign.row_tokens)
+        self._foreign = foreign
+
+    def question(self, *, precision: str, base_bits: int, software: str, **more: Any) -> Question:
+        """What is asked beside the job's keys."""
+        foreign = self._foreign
+        return Question(
+            **self._asks,
+            **more,
+            precision=precision or _priced_precision(foreign),
+            base_bits=base_bits or (foreign.base_bits if foreign else 0) or 16,
+            software=software or (foreign.software if foreign else ""),
+            foreign=foreign,
+        )
+
+    def job(self) -> Job:
+        """The job: its file, dotted flags, short flags."""
+        return resolve(self._file, "", "", self._arguments, self._keys)
+
+
+def _priced_precision(foreign: ForeignPlan | None) -> str:
+    stated = foreign.precision if foreign else None
+    return stated if stated not in (None, "fp32") else "bf16"

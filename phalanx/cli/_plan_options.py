@@ -1,0 +1,77 @@
+"""Options of `phalanx plan`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+# what is planned, where
+Target = Annotated[
+    str,
+    typer.Argument(
+        metavar="[JOB | MODEL]",
+        help="Job file (TOML), or a model: preset, folder, config.json, Hub name.",
+    ),
+]
+On = Annotated[
+    str,
+    typer.Option("--on", help="Clusters, e.g. 2xH100,8xH100,v5p-8; instead of plan.on."),
+]
+Lora = Annotated[
+    int | None, typer.Option("--lora", metavar="RANK", help="Train adapters of this rank.")
+]
+Full = Annotated[bool, typer.Option("--full", help="Train all weights.")]
+Output = Annotated[str, typer.Option("-o", "--output", help="Write the lockfile here.")]
+Explain = Annotated[bool, typer.Option("--explain", help="Show terms, and where values come from.")]
+# rows of one length instead of data
+Seq = Annotated[
+    str, typer.Option("--seq", metavar="TOKENS", help="Rows of one length, instead of a data file.")
+]
+GlobalTokens = Annotated[
+    str,
+    typer.Option("--global-tokens", metavar="TOKENS", help="Of a step, e.g. 16M (M is 1024^2)."),
+]
+Tokens = Annotated[
+    str, typer.Option("--tokens", metavar="TOKENS", help="Of the whole run with --seq, e.g. 15T.")
+]
+# inverse questions
+Deadline = Annotated[
+    str, typer.Option("--deadline", metavar="TIME", help="E.g. 12h: how many devices meet it?")
+]
+Budget = Annotated[
+    str, typer.Option("--budget", metavar="USD", help="E.g. 300: how many devices keep to it?")
+]
+LargestOf = Annotated[
+    str, typer.Option("--largest", metavar="WHAT", help="Largest 'context' or 'micro-batch'.")
+]
+# what is assumed
+Precision = Annotated[
+    str, typer.Option("--precision", help="Of matrix products: bf16 (default), fp16, fp8, fp4.")
+]
+BaseBits = Annotated[int, typer.Option("--base-bits", help="Of frozen weights: 8 or 4 (QLoRA).")]
+Imbalance = Annotated[
+    float, typer.Option("--expert-imbalance", help="Tokens of the busiest expert rank over mean.")
+]
+Software = Annotated[
+    str, typer.Option("--software", help="Whose efficiency is assumed, e.g. megatron, torch:2.6.")
+]
+
+
+# other programs
+Emit = Annotated[
+    str,
+    typer.Option(
+        "--emit",
+        metavar="TARGET[:FOLDER]",
+        help="Write the plan for torchtitan, megatron, vllm, verl, trl, skypilot or slurm.",
+    ),
+]
+From = Annotated[
+    str,
+    typer.Option(
+        "--from",
+        metavar="FILE",
+        help="Configuration of accelerate, axolotl, TRL, torchtitan or Megatron: price its plan.",
+    ),
+]
