@@ -31,7 +31,8 @@ class Family:
 
 
 _FAMILIES = (
-    Family(r"megatron-deepspeed|deepspeed|gpt-neox", "megatron-deepspeed", 0, False),
+    Family(r"megatron.*deepspeed|deepspeed.*megatron|gpt-neox", "megatron-deepspeed", 0, False),
+    Family(r"deepspeed", "torch", 3, False),
     Family(r"nanotron", "nanotron", 0, True),
     Family(r"maxtext|jax|t5x|pathways", "maxtext", 3, False),
     Family(r"automodel", "automodel", 3, True, recomputes=True, spreads_experts=True),
