@@ -29,6 +29,7 @@ Output = Annotated[
 Devices = Annotated[
     int, typer.Option(metavar="N", help="Processes that will train here; 0: one per GPU or core.")
 ]
+Rows = Annotated[str, typer.Option(metavar="FILE", help="Write every comparison as CSV.")]
 Gate = Annotated[bool, typer.Option("--gate", help="Exit 1 when a target is missed.")]
 
 
@@ -46,6 +47,7 @@ def validate_tables(
     json_file: JsonFile = "",
     markdown: Markdown = "",
     picture: Picture = "",
+    rows: Rows = "",
     gate: Gate = False,
 ) -> None:
     """Price measured rows and score the predictions; without FILE, on the tables shipped here.
@@ -55,6 +57,7 @@ def validate_tables(
     """
     from phalanx.lab.csv_rows import seen_table
     from phalanx.lab.page import page
+    from phalanx.lab.scored import comparisons_csv
     from phalanx.lab.serving_rows import read_serving
     from phalanx.lab.targets import judged
     from phalanx.lab.training_rows import read_training
@@ -72,6 +75,8 @@ def validate_tables(
         draw(found, picture)
     if markdown:
         write_file(markdown, page(found, _beside(markdown, picture), is_seen=is_seen), "--markdown")
+    if rows:
+        write_file(rows, comparisons_csv(found), "--rows")
     targets = judged(found)
     document = versioned("accuracy", **found.to_dict(), targets=targets)
     emit(document, json_file, lambda: _show(found))

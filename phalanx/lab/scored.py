@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
@@ -9,11 +11,18 @@ from typing import Any, NamedTuple
 from phalanx.lab.scores import CallScore, ErrorScore, Estimate, MacroScore, macro_score
 
 
+_COMPARED = (
+    *("source_id", "class", "line", "quantity", "measured", "predicted", "low", "high"),
+    *("error", "baseline", "reason"),
+)
+
+
 class Point(NamedTuple):
-    """One comparison; `baseline` is NaN where there is none."""
+    """One comparison; `line` of its table, `baseline` is NaN where there is none."""
 
     source_id: str
     row_class: str
+    line: int
     quantity: str
     measured: float
     predicted: Estimate
@@ -39,6 +48,11 @@ class SourceScore:
     from_memory: int
     reasons: Mapping[str, int]
     errors: Mapping[str, ErrorScore]
+
+    @property
+    def coverage(self) -> float:
+        """Priced, of those with the minimum inputs; NaN where none has them."""
+        return self.predicted / self.complete if self.complete else float("nan")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,12 +82,14 @@ class Validation:
     Attributes:
         memory_calls: source -> the call "out of memory" against runs that failed.
         points: what scores were made from, in the order of the tables.
+        unpriced: (source, class, line, reason) of the other rows.
     """
 
     sources: Sequence[SourceScore]
     grids: Sequence[GridScore]
     memory_calls: Mapping[str, CallScore]
     points: Sequence[Point]
+    unpriced: Sequence[tuple[str, str, int, str]] = ()
 
     def by_source(
         self, quantity: str, row_class: str = "", source: str = ""
@@ -125,11 +141,26 @@ class Validation:
                     {"class": name, "quantity": quantity} | asdict(score)
                     for (name, quantity), score in self.classes().items()
                 ],
-                "sources": [asdict(score) for score in self.sources],
+                "sources": [asdict(score) | {"coverage": score.coverage} for score in self.sources],
                 "grids": [asdict(grid) for grid in self.grids],
                 "memory_calls": {name: asdict(call) for name, call in self.memory_calls.items()},
             }
         )
+
+
+def comparisons_csv(found: Validation) -> str:
+    """Every comparison and every row without one, as a table: for whoever wants to know why."""
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(_COMPARED)
+    for point in found.points:
+        error = point.predicted.value / point.measured - 1
+        numbers = (point.measured, *point.predicted, error, point.baseline)
+        cells = ["" if each != each else f"{each:.6g}" for each in numbers]
+        writer.writerow((*point[:4], *cells, ""))
+    for source, row_class, line, reason in found.unpriced:
+        writer.writerow((source, row_class, line, *[""] * 7, reason))
+    return out.getvalue()
 
 
 def plain(value: Any) -> Any:

@@ -44,6 +44,11 @@ def validate(training: Sequence[TrainingRow], serving: Sequence[ServingRow]) -> 
         grids=[*_grid_scores(training, priced), *_serving_grids(serving, answered)],
         memory_calls=_memory_calls(training, priced),
         points=points,
+        unpriced=[
+            (row.source_id, row.row_class, row.line, answer.reason)
+            for row, answer in answers
+            if answer.reason
+        ],
     )
 
 
@@ -53,7 +58,7 @@ def _training_points(
     for row, answer in zip(rows, made):
         if not row.is_trusted or row.failed:
             continue
-        key = (row.source_id, row.row_class)
+        key = (row.source_id, row.row_class, row.line)
         if row.measured_step_s and answer.step_s:
             beside = baseline.step_s(row)
             yield Point(*key, "step_s", row.measured_step_s, answer.step_s, beside)
@@ -68,7 +73,7 @@ def _serving_points(
     for row, answer in zip(rows, made):
         for name, measured in row.measured.items():
             if measured > 0 and name in answer.values:
-                key = (row.source_id, row.row_class)
+                key = (row.source_id, row.row_class, row.line)
                 yield Point(*key, name, measured, Estimate(*answer.values[name]), _NOT_A_NUMBER)
 
 

@@ -1,5 +1,6 @@
 """Tables of strangers through all of `lab validate`: scores, JSON, page, picture, exit codes."""
 
+import csv
 import json
 import math
 from collections import Counter
@@ -114,9 +115,9 @@ def test_engines_at_one_load_are_ranked_by_latency():
 def test_json_is_json_and_the_page_holds_the_targets(tmp_path, capsys):
     path = table(tmp_path, row(), row(source_id="nvidia_somewhere"), row(hardware="Abacus 9000"))
     out, text_file, drawn = tmp_path / "out.json", tmp_path / "page.md", tmp_path / "page.png"
-    code, shown, _ = run(
-        capsys, "--training", path, "--json", out, "--markdown", text_file, "--picture", drawn
-    )
+    lines = tmp_path / "lines.csv"
+    files = ("--json", out, "--markdown", text_file, "--picture", drawn, "--rows", lines)
+    code, shown, _ = run(capsys, "--training", path, *files)
     assert code == 0 and "3 rows; 3 with the minimum inputs, of which 2 were priced" in shown
     document = json.loads(out.read_text())
     assert document["kind"] == "accuracy" and document["format_version"] == 1
@@ -124,6 +125,13 @@ def test_json_is_json_and_the_page_holds_the_targets(tmp_path, capsys):
     judged = {each["name"]: each["met"] for each in document["targets"]}
     assert judged["dense vendor-tuned: step time, median error"] in (True, False)
     assert judged["serving: TPOT, median error"] is None
+    compared = list(csv.DictReader(lines.open()))
+    assert [each["line"] for each in compared] == ["2", "3", "4"]
+    first, last = compared[0], compared[-1]
+    assert float(first["predicted"]) / float(first["measured"]) - 1 == pytest.approx(
+        float(first["error"]), rel=1e-3
+    )
+    assert last["reason"] == "unknown machine: Abacus 9000" and not last["measured"]
     content = text_file.read_text()
     assert "(page.png)" in content and "Abacus 9000" in content
     assert drawn.read_bytes().startswith(b"\x89PNG")
