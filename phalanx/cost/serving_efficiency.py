@@ -59,6 +59,7 @@ COEFFICIENTS: Mapping[str, Coefficient] = {
     "expert_layer_s": Coefficient(2e-5, 0.7, _ENGINE, "more, with experts"),
     "latent_layer_s": Coefficient(1e-5, 0.7, _ENGINE, "more, with latent attention"),
     "linear_layer_s": Coefficient(1e-5, 0.7, _ENGINE, "more, with linear attention"),
+    "index_layer_s": Coefficient(1e-5, 0.7, {"family": 0.3}, "more, with an index of keys"),
     "reduce_s": Coefficient(1e-5, 0.5, _ENGINE, "seconds of starting an all-reduce"),
     "gather_s": Coefficient(2e-5, 0.7, _ENGINE, "of gathering or scattering around experts"),
     "link_share": Coefficient(0.6, 0.4, _LINK, "of links' bandwidth"),

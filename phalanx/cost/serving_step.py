@@ -47,7 +47,7 @@ def weight_bytes(plans: ServingPlans) -> Column:
 
 def kv_token_bytes(plans: ServingPlans, context: Column | float) -> Column:
     """Bytes that a device keeps of a token, averaged over a context of that length."""
-    elements = plans.work.cached_per_token(plans.tensor, context)
+    elements = plans.work.kept_per_token(plans.tensor, context)
     return elements * plans.kv_bytes / plans.pipeline
 
 
@@ -104,9 +104,12 @@ def prefill_parts(plans: ServingPlans, tokens: Column, sequences: Column, rates:
     reads = weight_bytes(plans) * plans.pipeline / (plans.bandwidth * rates["weight_share"])
     products = every * small * flops / plans.dense_flops
     products = products + every * small * work.expert_flops / plans.tensor / plans.expert_flops
-    pairs = (work.kinds.count * _causal_pairs(tokens, work) * work.kinds.prefill_flops).sum(axis=-1)
-    states = (work.kinds.count * work.kinds.state_flops).sum(axis=-1) * tokens
-    scores = sequences * (pairs + states) / plans.tensor / plans.attention_flops
+    kinds = work.kinds
+    pairs = (kinds.count * _causal_pairs(tokens, work) * kinds.prefill_flops).sum(axis=-1)
+    states = (kinds.count * kinds.state_flops).sum(axis=-1) * tokens
+    indices = (kinds.count * kinds.index_flops).sum(axis=-1) * tokens**2 / 2.0
+    scores = (pairs + states) / plans.tensor + indices
+    scores = sequences * scores / plans.attention_flops
     chunks = np.ceil(every / rates["chunk_tokens"])
     return {
         "weights": smooth_max(reads, products / rates["prefill_share"]),
@@ -180,10 +183,11 @@ def expert_skew(choices: Column, devices: Column, strength: Column) -> Column:
 
 def _decode_attention(plans: ServingPlans, batch: Column, context: Column, rates: Rates) -> Column:
     kinds = plans.work.kinds
-    read = plans.work.cached_per_token(plans.tensor, context) * context * plans.kv_bytes
+    read = plans.work.read_per_row(plans.tensor, context) * plans.kv_bytes
     state = (kinds.count * kinds.state).sum(axis=-1) * 2.0 * _STATE_BYTES / plans.tensor
     seen = np.minimum(context[..., None], kinds.limit)
     flops = (kinds.count * seen * kinds.decode_flops).sum(axis=-1) / plans.tensor
+    flops = flops + (kinds.count * kinds.index_flops).sum(axis=-1) * context
     return smooth_max(
         batch * (read + state) / (plans.bandwidth * rates["cache_share"]),
         batch * flops / (plans.attention_flops * rates["score_share"]),
@@ -215,6 +219,7 @@ def _layer_starts(work: ServingWork, rates: Rates) -> Column:
         work.expert_layers * rates["expert_layer_s"]
         + work.latent_layers * rates["latent_layer_s"]
         + work.linear_layers * rates["linear_layer_s"]
+        + work.index_layers * rates["index_layer_s"]
     )
     return work.layers * rates["layer_s"] + extra
 

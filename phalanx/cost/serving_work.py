@@ -25,9 +25,12 @@ class AttentionWork:
 
     Attributes:
         count: layers of the kind.
-        cached: elements that a layer keeps of a token.
+        cached: elements that a layer keeps of a token, without keys of an index.
         shards: tensor ranks that share them: key heads, or 1 for a latent, which each rank reads.
-        limit: tokens that a query sees at most (inf: all).
+        window: tokens that a layer keeps at most (inf: all).
+        limit: tokens that a query sees at most: of a window, or those that an index picks.
+        index: elements of a token that the index reads, of all tokens kept, on every rank.
+        index_flops: forward FLOPs of the index for a query and a key.
         prefill_flops: forward FLOPs of a query and a key in a prompt.
         decode_flops: in decoding; a latent attention works on the latents themselves there
             ("absorbed": 2 H (2 kv_rank + rope_dim)).
@@ -38,7 +41,10 @@ class AttentionWork:
     count: Column
     cached: Column
     shards: Column
+    window: Column
     limit: Column
+    index: Column
+    index_flops: Column
     prefill_flops: Column
     decode_flops: Column
     state: Column
@@ -57,7 +63,7 @@ class ServingWork:
         expert_params: of all experts of all layers.
         expert_flops: forward FLOPs of a token in experts.
         experts, active: E and A (1 and 1 without experts).
-        expert_layers, latent_layers, linear_layers: layers of these kinds.
+        expert_layers, latent_layers, linear_layers, index_layers: layers of these kinds.
         kinds: of attention.
     """
 
@@ -74,17 +80,25 @@ class ServingWork:
     expert_layers: Column
     latent_layers: Column
     linear_layers: Column
+    index_layers: Column
     kinds: AttentionWork
 
-    def cached_per_token(self, shards: Column | float, context: Column | float) -> Column:
-        """Elements that one rank of `shards` reads of each of `context` cached tokens, per row.
+    def kept_per_token(self, shards: Column | float, context: Column | float) -> Column:
+        """Elements that one rank of `shards` keeps of each of `context` tokens of a request.
 
-        Averaged over the context: layers with a window count with the share that they see.
+        Averaged over the context: layers with a window count with the share that they keep.
         """
         kinds = self.kinds
-        seen = np.minimum(_wide(context), kinds.limit) / np.maximum(_wide(context), 1.0)
-        each = kinds.count * kinds.cached / np.minimum(_wide(shards), kinds.shards)
-        return (each * seen).sum(axis=-1)
+        share = np.minimum(_wide(context), kinds.window) / np.maximum(_wide(context), 1.0)
+        each = kinds.cached / np.minimum(_wide(shards), kinds.shards) + kinds.index
+        return (kinds.count * each * share).sum(axis=-1)
+
+    def read_per_row(self, shards: Column | float, context: Column | float) -> Column:
+        """Elements of the cache that one rank reads for a token of a request of that length."""
+        kinds = self.kinds
+        seen = np.minimum(_wide(context), kinds.limit)
+        each = seen * kinds.cached / np.minimum(_wide(shards), kinds.shards)
+        return (kinds.count * (each + _wide(context) * kinds.index)).sum(axis=-1)
 
 
 def work_of(shape: ModelShape) -> ServingWork:
@@ -107,6 +121,7 @@ def work_of(shape: ModelShape) -> ServingWork:
         "expert_layers": sum(layer.count for layer in routed),
         "latent_layers": _count(shape, "latent"),
         "linear_layers": _count(shape, "linear"),
+        "index_layers": sum(each.count for each in shape.layers if each.attention.index_heads),
     }
     columns = {name: np.asarray([value], dtype=float) for name, value in numbers.items()}
     return ServingWork(**columns, kinds=_kinds(shape))
@@ -165,16 +180,20 @@ def _kinds(shape: ModelShape) -> AttentionWork:
 
 def _attention(each: AttentionShape) -> tuple[float, ...]:
     """Columns of `AttentionWork` after the count."""
-    limits = [n for n in (each.window, each.chosen_tokens) if n]
     decode_flops = each.flops_per_pair
     shards = max(each.num_kv_heads, 1)
     if each.kind == "latent":
         decode_flops = 2.0 * each.num_heads * (2 * each.kv_rank + each.rope_dim)
         shards = 1
+    window = float(each.window or np.inf)
+    index = float(each.index_dim if each.index_heads and each.cached_per_token else 0)
     return (
-        float(each.cached_per_token),
+        each.cached_per_token - index,
         float(shards),
-        float(min(limits, default=np.inf)),
+        window,
+        min(window, float(each.chosen_tokens or np.inf)),
+        index,
+        each.index_flops_per_pair,
         each.flops_per_pair,
         decode_flops,
         float(each.state_elements),

@@ -97,6 +97,20 @@ def test_bytes_of_a_cached_token(shape, kv_precision, tensor, by_hand):
     assert kv_token_bytes(plans, 100.0)[0] == by_hand
 
 
+def test_an_index_limits_what_is_read_and_not_what_is_kept():
+    """DeepSeek V3.2 keeps 576 + 128 elements a token and reads 2048 latents and every key."""
+    work = work_of(known_shape("DeepSeek-V3.2"))
+    assert work.kept_per_token(1, column(1e5))[0] == 61 * 704
+    assert work.read_per_row(8, column(1e5))[0] == 61 * (2048 * 576 + 1e5 * 128)
+
+
+def test_a_window_limits_both():
+    work = work_of(known_shape("gpt-oss-120b"))
+    per_layer = 2 * 8 * 64
+    assert work.read_per_row(1, column(1024))[0] == 18 * per_layer * (1024 + 128)
+    assert work.kept_per_token(1, column(1024))[0] == 18 * per_layer * (1 + 128 / 1024)
+
+
 def test_room_for_caches_is_what_weights_and_activations_leave():
     plans = plan(tensor=4, pipeline=2)
     kept = kv_room_tokens(plans, 500.0) * kv_token_bytes(plans, 500.0)
@@ -192,6 +206,20 @@ def test_shares_are_shares():
         assert value > 0
         if name.endswith("_share") and name != "expert_share":
             assert value < 1.05
+
+
+def test_slow_links_favour_pipelines_for_prompts_and_tensor_parallelism_for_answers():
+    """Seesaw, Fig. 1: a 13B model on 8 L4 cards behind PCI Express, 16 sequences."""
+    plans = serving_plans(
+        known_shape("Llama-2-13b"), read_machine("l4"), tensor=[1, 2, 4, 8], pipeline=[8, 4, 2, 1]
+    )
+    rates = SHIPPED.rates(plans)
+    rows, tokens = np.full(4, 16.0), np.full(4, 1000.0)
+    prompts = prefill_s(plans, tokens, np.ones(4), rates) / plans.pipeline
+    answers = decode_s(plans, rows, tokens, rates)
+    assert np.argmin(prompts) == 0
+    assert np.argmin(answers) in (2, 3)
+    assert answers[0] > 2 * answers.min()
 
 
 @pytest.mark.parametrize(
