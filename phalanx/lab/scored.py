@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 from phalanx.lab.scores import CallScore, ErrorScore, Estimate, MacroScore, macro_score
 
-
 _COMPARED = (
     *("source_id", "class", "line", "quantity", "measured", "predicted", "low", "high"),
     *("error", "baseline", "reason"),
