@@ -6,13 +6,13 @@ token uses, t tensor degree, p, r pipeline degree and rank, v chunks of a rank, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
 
 from phalanx.cost.memory_software import MemoryProfile
-from phalanx.cost.model_shape import AttentionShape, FeedForwardShape, LayerShape
+from phalanx.cost.model_shape import AttentionShape, FeedForwardShape, LayerShape, Product
 from phalanx.cost.training_plans import SCHEDULES, Column
 
 ITEM_BYTES = 2.0  # of an activation: bf16 or fp16
@@ -51,38 +51,54 @@ class LayerBytes:
 
 
 def layer_bytes(
-    layers: Sequence[LayerShape],
-    hidden: int,
-    profile: MemoryProfile,
-    *,
-    has_frozen_blocks: bool = False,
+    layers: Sequence[LayerShape], hidden: int, profile: MemoryProfile, adapters: str = ""
 ) -> LayerBytes:
     """Of all given layers.
 
-    Args:
-        has_frozen_blocks: feed-forward blocks have neither trained weights nor adapters, so that
-            what their matrices read is not kept.
-
     For a GPT layer this is 34 D: two norm inputs, two block inputs, queries, keys, values, the
     attention's output, two F wide tensors of 4 D, and two dropout masks (Korthikanti et al.,
-    section 4.1); gated blocks keep three F wide tensors, fused attention H sums in fp32.
+    section 4.1); gated blocks keep three F wide tensors, fused attention H sums in fp32. A frozen
+    matrix without an adapter needs nothing of what it read.
+
+    Args:
+        adapters: "all" matrices have one and are frozen, those of "attention" have, or "" none.
     """
+    copies = profile.adapter_input_bytes if adapters else 0.0
+    read = 0.0 if copies else profile.input_bytes
     total = LayerBytes()
     for layer in layers:
-        each = _attention(layer.attention, hidden, profile)
-        read = 0.0 if has_frozen_blocks else profile.input_bytes
-        each = each.plus(_feed_forward(layer.feed_forward, hidden, read))
+        each = _attention(layer.attention, hidden, profile, read)
+        block_read = 0.0 if adapters == "attention" else read
+        each = each.plus(_feed_forward(layer.feed_forward, hidden, block_read, profile.wide_extra))
         norms = max(0, layer.norms - 2) * ITEM_BYTES * hidden
         own = LayerBytes(
             stream=norms + profile.dropout_masks * hidden,
             inner=profile.hidden_extra * hidden,
             inputs=ITEM_BYTES * hidden,
         )
-        total = total.plus(each.plus(own), layer.count)
+        adapted = layer.attention if adapters == "attention" else layer
+        each = each.plus(own).plus(_read_by(adapted.products(hidden)), copies)
+        total = total.plus(each, layer.count)
     return total
 
 
-def _attention(attention: AttentionShape, hidden: int, profile: MemoryProfile) -> LayerBytes:
+def _read_by(products: Iterable[Product]) -> LayerBytes:
+    """Elements that matrices read of a token, each on its own."""
+    stream = inner = routed = routed_inner = 0.0
+    for product in products:
+        elements = product.inputs * product.active
+        if product.is_expert:
+            routed += elements * (product.split != "row")
+            routed_inner += elements * (product.split == "row")
+        else:
+            stream += elements * (product.split != "row")
+            inner += elements * (product.split == "row")
+    return LayerBytes(stream=stream, inner=inner, routed_stream=routed, routed_inner=routed_inner)
+
+
+def _attention(
+    attention: AttentionShape, hidden: int, profile: MemoryProfile, input_bytes: float
+) -> LayerBytes:
     """Norm input, block input, queries, keys, values, the output and its sums."""
     if attention.kind == "none":
         return LayerBytes()
@@ -90,12 +106,12 @@ def _attention(attention: AttentionShape, hidden: int, profile: MemoryProfile) -
     matrix = profile.matrix_bytes * heads
     values = attention.value_width
     queries = attention.num_heads * attention.head_dim
-    stream = (ITEM_BYTES + profile.input_bytes) * hidden
+    stream = (ITEM_BYTES + input_bytes) * hidden
     inner = ITEM_BYTES * (queries + (values if attention.is_gated else 0))
     inner += profile.input_bytes * values + (0.0 if matrix else 4.0 * heads)
     if attention.kind == "latent":  # compressed before and after their norms; k, v for every head
         compressed = attention.query_rank + attention.kv_rank
-        stream += (ITEM_BYTES + profile.input_bytes) * compressed + ITEM_BYTES * attention.rope_dim
+        stream += (ITEM_BYTES + input_bytes) * compressed + ITEM_BYTES * attention.rope_dim
         inner += ITEM_BYTES * (queries + values)
         return LayerBytes(stream=stream, inner=inner, matrix=matrix)
     width = attention.head_dim + (attention.value_dim or attention.head_dim)
@@ -109,11 +125,13 @@ def _attention(attention: AttentionShape, hidden: int, profile: MemoryProfile) -
     )
 
 
-def _feed_forward(block: FeedForwardShape, hidden: int, input_bytes: float) -> LayerBytes:
+def _feed_forward(
+    block: FeedForwardShape, hidden: int, input_bytes: float, wide_extra: float
+) -> LayerBytes:
     """Norm input, block input, what lies between its matrices; tokens sent to experts."""
     if not block.width and not block.num_experts:
         return LayerBytes()
-    wide = ITEM_BYTES * (2.0 if block.is_gated else 1.0) + input_bytes
+    wide = (2.0 * ITEM_BYTES + wide_extra if block.is_gated else ITEM_BYTES) + input_bytes
     stream = (ITEM_BYTES + input_bytes) * hidden
     if not block.num_experts:
         return LayerBytes(stream=stream, inner=wide * block.width)

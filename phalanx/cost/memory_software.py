@@ -36,6 +36,9 @@ class MemoryProfile:
         dropout_masks: of D bytes a token and layer.
         hidden_extra: bytes a channel of D that a layer keeps beyond `memory_activations`: rotated
             copies, residual sums, norms in fp32; split over the tensor axis.
+        wide_extra: bytes a channel of F of a gated block beyond those: the gate after its function.
+        adapter_input_bytes: of an element that an adapter read, each adapter a copy of its own; 0:
+            it reads what is kept anyway.
         stage_input: bytes a channel of D that each micro-batch in flight keeps once a stage.
         selective_keeps: share of a layer's activations that "selective" recomputation keeps; 0: it
             recomputes the attention matrix alone.
@@ -74,6 +77,8 @@ class MemoryProfile:
     matrix_bytes: float = 0.0
     dropout_masks: float = 0.0
     hidden_extra: float = 0.0
+    wide_extra: float = 0.0
+    adapter_input_bytes: float = 0.0
     stage_input: float = 0.0
     selective_keeps: float = 0.0
     logit_bytes: float = 8.0

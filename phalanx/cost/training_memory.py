@@ -165,13 +165,13 @@ def _kept_by_kind(
     shape: ModelShape, profile: MemoryProfile, plans: TrainingPlans
 ) -> tuple[LayerBytes, LayerBytes]:
     """Of all layers without and of all with experts."""
-    frozen = plans.method == "lora" and _lora_targets(plans) == "attention"
+    adapters = _lora_targets(plans) if plans.method == "lora" else ""
     has_experts = [layer.feed_forward.num_experts > 0 for layer in shape.layers]
     dense = [layer for layer, mixed in zip(shape.layers, has_experts) if not mixed]
     mixed = [layer for layer, mixed in zip(shape.layers, has_experts) if mixed]
     return (
-        layer_bytes(dense, shape.hidden, profile, has_frozen_blocks=frozen),
-        layer_bytes(mixed, shape.hidden, profile, has_frozen_blocks=frozen),
+        layer_bytes(dense, shape.hidden, profile, adapters),
+        layer_bytes(mixed, shape.hidden, profile, adapters),
     )
 
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from phalanx.cost.memory_formulas import (
@@ -161,7 +161,9 @@ def test_peak_does_not_grow_with_shards(shape, plan):
 
 
 @given(SHAPES, PLANS, st.sampled_from([4, 8, 16]))
-def test_lora_takes_no_more_than_full(shape, plan, bits):
+def test_lora_takes_no_more_than_full_where_adapters_read_what_is_kept(shape, plan, bits):
+    """PEFT copies every adapter's input to float32, which can outweigh moments in host memory."""
+    assume(not memory_profile(plan["software"]).adapter_input_bytes)
     full = terms(shape, **plan, row_tokens=777, method="full").peak_bytes
     adapters = {"method": "lora", "lora_rank": 8, "base_bits": bits}
     assert terms(shape, **plan, row_tokens=777, **adapters).peak_bytes <= full
