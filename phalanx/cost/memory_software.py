@@ -37,6 +37,8 @@ class MemoryProfile:
         hidden_extra: bytes a channel of D that a layer keeps beyond `memory_activations`: rotated
             copies, residual sums, norms in fp32; split over the tensor axis.
         wide_extra: bytes a channel of F of a gated block beyond those: the gate after its function.
+        adapters: which matrices have one when a model is tuned with LoRA: "all", or those of
+            "attention" (MLPerf's rules, performance recipes of NeMo).
         adapter_input_bytes: of an element that an adapter read, each adapter a copy of its own; 0:
             it reads what is kept anyway.
         stage_input: bytes a channel of D that each micro-batch in flight keeps once a stage.
@@ -78,6 +80,7 @@ class MemoryProfile:
     dropout_masks: float = 0.0
     hidden_extra: float = 0.0
     wide_extra: float = 0.0
+    adapters: str = "all"
     adapter_input_bytes: float = 0.0
     stage_input: float = 0.0
     selective_keeps: float = 0.0

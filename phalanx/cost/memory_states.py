@@ -118,7 +118,6 @@ def state_bytes(
     tables: Column,
     method: str,
     lora_rank: int,
-    lora_targets: str,
     base_bits: int,
 ) -> States:
     """Of ranks that hold such shares of the layers and so many tables."""
@@ -138,7 +137,7 @@ def state_bytes(
     if is_lora:
         quantised = base_bits / 8.0 * (1.0 + QUANTISED_OVERHEAD)
         stored = quantised if base_bits < 16 else profile.frozen_bytes
-        trained = adapter_params(shape, columns, lora_rank, lora_targets, shares)
+        trained = adapter_params(shape, columns, lora_rank, profile.adapters, shares)
     else:
         trained = (dense, expert)
     weights = copies * cut(dense, expert, 3) * stored

@@ -165,7 +165,7 @@ def _kept_by_kind(
     shape: ModelShape, profile: MemoryProfile, plans: TrainingPlans
 ) -> tuple[LayerBytes, LayerBytes]:
     """Of all layers without and of all with experts."""
-    adapters = _lora_targets(plans) if plans.method == "lora" else ""
+    adapters = profile.adapters if plans.method == "lora" else ""
     has_experts = [layer.feed_forward.num_experts > 0 for layer in shape.layers]
     dense = [layer for layer, mixed in zip(shape.layers, has_experts) if not mixed]
     mixed = [layer for layer, mixed in zip(shape.layers, has_experts) if mixed]
@@ -173,10 +173,6 @@ def _kept_by_kind(
         layer_bytes(dense, shape.hidden, profile, adapters),
         layer_bytes(mixed, shape.hidden, profile, adapters),
     )
-
-
-def _lora_targets(plans: TrainingPlans) -> str:
-    return getattr(plans, "lora_targets", "all")
 
 
 def _terms_at(
@@ -198,7 +194,6 @@ def _terms_at(
         tables=stage.has_embedding + stage.has_head - both * shape.tied_head,
         method=plans.method,
         lora_rank=plans.lora_rank,
-        lora_targets=_lora_targets(plans),
         base_bits=plans.base_bits,
     )
     tokens = columns["micro_rows"] * columns["row_tokens"] / columns["context"]
