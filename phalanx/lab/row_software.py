@@ -32,6 +32,7 @@ class Family:
 
 _FAMILIES = (
     Family(r"megatron.*deepspeed|deepspeed.*megatron|gpt-neox", "megatron-deepspeed", 0, False),
+    Family(r"accelerate|\btrl\b|axolotl|hugging ?face|^transformers", "transformers", 0, False),
     Family(r"deepspeed", "torch", 3, False),
     Family(r"nanotron", "nanotron", 0, True),
     Family(r"maxtext|jax|t5x|pathways", "maxtext", 3, False),

@@ -170,6 +170,7 @@ def test_precision_is_that_of_products(cell, name):
         ("Megatron-DeepSpeed", "2024-09", "megatron-deepspeed:24.09"),
         ("MaxText (JAX)", "2024-2026", "maxtext:24.01"),
         ("MaxText (JAX)", "2026-08", "maxtext:26.08"),
+        ("TRL 0.21 + accelerate", "2025-09", "transformers:25.09"),
         ("something new", "", "other:"),
     ],
 )
