@@ -26,9 +26,11 @@ def show(priced: PricedJob) -> None:
     write("\n")
     table(_HEADER, [_line(each, priced) for each in priced.answers])
     write("\n")
-    for each in priced.answers:
+    for each, parts in zip(priced.answers, priced.parts):
         if each.fits:
             _show_plans(each)
+        for line in parts.describe(each) if parts is not None else ():
+            paragraph(line, indent=2, hang=2)
     if priced.fits:
         _show_comparison(priced)
     elif priced.nearest:

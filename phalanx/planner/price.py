@@ -21,7 +21,6 @@ from phalanx.models.spec import (
     PROJECTIONS,
     LoraSpec,
     canonical_tensors,
-    lora_tensors,
     num_params,
     weight_bytes,
 )
@@ -31,6 +30,7 @@ from phalanx.planner.given import Given, given_plan
 from phalanx.planner.largest import Largest, largest_of
 from phalanx.planner.models import PricedModel, priced_model
 from phalanx.planner.nearest import Nearest, nearest_that_fit
+from phalanx.planner.parts import PartsAnswer, by_parts, num_trained
 from phalanx.planner.profile import DataProfile, profile_of
 from phalanx.planner.question import Question
 from phalanx.planner.search import answer
@@ -48,6 +48,7 @@ class PricedJob:
 
     Attributes:
         answers: one per cluster, as they were asked for.
+        parts: of each answer, what a mixed cluster does with a plan for each part; None for others.
         nearest: jobs that fit, where no cluster does.
         sizes: devices of each kind that meet deadline and budget, where that was asked.
         largest: the largest context or micro-batch of each cluster, where that was asked.
@@ -60,6 +61,7 @@ class PricedJob:
     model: PricedModel
     training: Training
     answers: Sequence[Answer]
+    parts: Sequence[PartsAnswer | None]
     nearest: Sequence[Nearest]
     sizes: Sequence[Size]
     largest: Sequence[Largest]
@@ -93,17 +95,7 @@ class PricedJob:
     @property
     def num_trained(self) -> int:
         """Elements that get a gradient."""
-        lora, config = self.training.lora, self.training.config
-        if lora is None:
-            return self.num_params
-        if config is not None:
-            return sum(each.num_elements for each in lora_tensors(config, lora).values())
-        shape = self.training.shape
-        return sum(
-            layer.count * lora.rank * (product.inputs + product.outputs) * product.copies
-            for layer in shape.layers
-            for product in layer.products(shape.hidden)
-        )
+        return num_trained(self.training)
 
     @property
     def checkpoint_bytes(self) -> float:
@@ -157,7 +149,8 @@ class PricedJob:
                 each.to_dict()
                 | {"host_bytes": self.host_bytes(each)}
                 | {"rented": [run.to_dict() for run in self.rented(each)]}
-                for each in self.answers
+                | ({"by_parts": parts.to_dict()} if parts is not None else {})
+                for each, parts in zip(self.answers, self.parts)
             ],
             "nearest": [
                 {"change": each.change, "flags": each.flags} | each.answer.to_dict()
@@ -220,6 +213,7 @@ def price_job(job: Job, question: Question | None = None) -> PricedJob:
         model=model,
         training=training,
         answers=answers,
+        parts=[_by_parts(each, job) for each in answers],
         nearest=nearest,
         sizes=[smallest_size(each, **options) for each in answers] if asks.sizes else [],
         largest=[largest_of(asks.largest, each) for each in answers] if asks.largest else [],
@@ -227,6 +221,13 @@ def price_job(job: Job, question: Question | None = None) -> PricedJob:
         of_one_step=of_one_step,
         notes=notes,
     )
+
+
+def _by_parts(each: Answer, job: Job) -> PartsAnswer | None:
+    if each.asked.mixed is None:
+        return None
+    limit, minimise = job.limits.memory_bytes, job.objective.minimise
+    return by_parts(each.training, each.asked, limit_bytes=limit, minimise=minimise)
 
 
 def _missing_frac(each: Answer) -> float:
