@@ -69,7 +69,7 @@ def layer_bytes(
     for layer in layers:
         each = _attention(layer.attention, hidden, profile, read)
         block_read = 0.0 if adapters == "attention" else read
-        each = each.plus(_feed_forward(layer.feed_forward, hidden, block_read, profile.wide_extra))
+        each = each.plus(_feed_forward(layer.feed_forward, hidden, profile, block_read))
         norms = max(0, layer.norms - 2) * ITEM_BYTES * hidden
         own = LayerBytes(
             stream=norms + profile.dropout_masks * hidden,
@@ -126,12 +126,13 @@ def _attention(
 
 
 def _feed_forward(
-    block: FeedForwardShape, hidden: int, input_bytes: float, wide_extra: float
+    block: FeedForwardShape, hidden: int, profile: MemoryProfile, input_bytes: float
 ) -> LayerBytes:
     """Norm input, block input, what lies between its matrices; tokens sent to experts."""
     if not block.width and not block.num_experts:
         return LayerBytes()
-    wide = (2.0 * ITEM_BYTES + wide_extra if block.is_gated else ITEM_BYTES) + input_bytes
+    gated = 2.0 * profile.wide_bytes + profile.wide_extra
+    wide = (gated if block.is_gated else profile.wide_bytes) + input_bytes
     stream = (ITEM_BYTES + input_bytes) * hidden
     if not block.num_experts:
         return LayerBytes(stream=stream, inner=wide * block.width)

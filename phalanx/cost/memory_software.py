@@ -22,13 +22,15 @@ class MemoryProfile:
 
     Attributes:
         name, title: key of the table and whom it stands for.
-        frozen_bytes, input_bytes: of a weight that is not trained, and of an element that a linear
-            layer read.
+        frozen_bytes, input_bytes, wide_bytes: of a weight that is not trained, of an element that a
+            linear layer read, and of a channel of F before or after its function.
         weight_bytes, grad_bytes, moment_bytes, master_bytes: of a trained parameter; master
             weights beside the weights (0: the stored weights are the master).
         bucket_bytes: of a trained parameter, held to exchange gradients where data ranks are many.
         fp8_weight_bytes, fp8_grad_bytes, fp8_input_bytes: of a parameter, of its gradient and of an
             element that a linear layer read, with fp8 or fp4 products; 0: as in 16 bits.
+        fp8_tuned_wide_bytes: of gate and up channels with fp8 products and adapters (MLPerf
+            submissions keep them in fp8), whose own inputs then stay in 16 bits; 0: as otherwise.
         gathered_bytes: of a parameter while a sharded unit is gathered.
         unit_frac: what is gathered at once, over a layer (or over the embedding and the head).
         prefetched_units: units gathered ahead of the one that computes.
@@ -69,10 +71,12 @@ class MemoryProfile:
     master_bytes: float
     frozen_bytes: float = 2.0
     input_bytes: float = 2.0
+    wide_bytes: float = 2.0
     bucket_bytes: float = 0.0
     fp8_weight_bytes: float = 0.0
     fp8_grad_bytes: float = 0.0
     fp8_input_bytes: float = 0.0
+    fp8_tuned_wide_bytes: float = 0.0
     gathered_bytes: float = 2.0
     unit_frac: float = 1.0
     prefetched_units: float = 1.0
@@ -99,17 +103,25 @@ class MemoryProfile:
     low_log: float = -0.15
     high_log: float = 0.15
 
-    def for_precision(self, precision: str) -> MemoryProfile:
+    def for_training(self, precision: str, method: str) -> MemoryProfile:
         """The same with products of that precision."""
         if precision not in ("fp8", "fp4"):
             return self
+        has_adapters = method == "lora"
+        wide = self.fp8_tuned_wide_bytes if has_adapters else 0.0
+        inputs = self.fp8_input_bytes if not wide else 0.0
         return replace(
             self,
-            weight_bytes=self.fp8_weight_bytes or self.weight_bytes,
+            weight_bytes=self.weight_bytes if has_adapters else self._fp8_weight_bytes,
             frozen_bytes=self.fp8_weight_bytes or self.frozen_bytes,
-            grad_bytes=self.fp8_grad_bytes or self.grad_bytes,
-            input_bytes=self.fp8_input_bytes or self.input_bytes,
+            grad_bytes=self.grad_bytes if has_adapters else self.fp8_grad_bytes or self.grad_bytes,
+            input_bytes=inputs or self.input_bytes,
+            wide_bytes=wide or self.wide_bytes,
         )
+
+    @property
+    def _fp8_weight_bytes(self) -> float:
+        return self.fp8_weight_bytes or self.weight_bytes
 
     @property
     def log_spread(self) -> float:

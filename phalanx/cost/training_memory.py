@@ -124,7 +124,9 @@ def training_memory(
     Raises:
         JobError: `registry/unknown` for software without a profile.
     """
-    profile = (profile or memory_profile(plans.software)).for_precision(plans.precision)
+    profile = (profile or memory_profile(plans.software)).for_training(
+        plans.precision, plans.method
+    )
     columns = {name: column + 0 for name, column in plans.columns().items()}
     kept = _kept_by_kind(shape, profile, plans)
     stages = _stages(shape, columns, profile)

@@ -136,6 +136,18 @@ def test_peaks_of_405b_in_fp8_on_h100(data, gigabytes):
     assert found / 1e9 == pytest.approx(gigabytes, rel=0.06)
 
 
+@pytest.mark.parametrize("context, gigabytes", [(1, 168.827), (8, 82.319)])
+def test_peaks_of_lora_on_70b_in_fp8_on_b200(context, gigabytes):
+    """MLPerf Training 5.0, llama2_70b_lora of NVIDIA (nyx) and Oracle: rank 16, 8192 tokens."""
+    plans = TrainingPlans(
+        context=context, data=8, shard=8 * context, zero=1, row_tokens=8192, precision="fp8",
+        method="lora", lora_rank=16,
+    )  # fmt: skip
+    shape = llama(80, 8192, 64, 8, 28672, 32000)
+    found = training_memory(shape, plans).logged_bytes.item()
+    assert found / 1e9 == pytest.approx(gigabytes, rel=0.03)
+
+
 @pytest.mark.parametrize("recompute", RECOMPUTE)
 @pytest.mark.parametrize("rank", [0, 16])
 @pytest.mark.parametrize("name", ["llama-3.1-8b", "qwen3-8b", "gemma-4-31b"])
