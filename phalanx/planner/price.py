@@ -215,12 +215,18 @@ def price_job(job: Job, question: Question | None = None) -> PricedJob:
         answers=answers,
         parts=[_by_parts(each, job) for each in answers],
         nearest=nearest,
-        sizes=[smallest_size(each, **options) for each in answers] if asks.sizes else [],
+        sizes=_sizes(answers, options) if asks.sizes else [],
         largest=[largest_of(asks.largest, each) for each in answers] if asks.largest else [],
         given=[given_plan(asks.foreign, each) for each in answers] if asks.foreign else [],
         of_one_step=of_one_step,
         notes=notes,
     )
+
+
+def _sizes(answers: Sequence[Answer], options: dict[str, Any]) -> list[Size]:
+    """Of each kind of machine once."""
+    kinds = {each.asked.cluster.machine: each for each in reversed(answers)}
+    return [smallest_size(each, **options) for each in reversed(kinds.values())]
 
 
 def _by_parts(each: Answer, job: Job) -> PartsAnswer | None:

@@ -22,7 +22,7 @@ from phalanx.planner.training import Training
 OBJECTIVES = ("time", "cost", "memory")
 # a plan whose memory may not suffice is taken where all others take more than twice its time
 TIGHT_COSTS = 2.0
-_NUM_PLAYED = 8  # pipelines
+NUM_PLAYED = 8  # pipelines
 
 
 def answer(
@@ -84,7 +84,7 @@ def _played(
     schedules = [SCHEDULES.index(name) for name in PLAYED]
     table = sized.table
     can = (table["pipeline"][order] > 1) & np.isin(table["schedule"][order], schedules)
-    at = order[can][:_NUM_PLAYED]
+    at = order[can][:NUM_PLAYED]
     if not len(at):
         return times
     some = _rows(times, at)

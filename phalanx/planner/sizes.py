@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import ceil, log2
+from math import ceil, inf, log2
 from typing import Any
 
 from phalanx.hardware import Cluster
@@ -49,14 +49,14 @@ def smallest_size(
 ) -> Size:
     """The fewest devices of the same kind that meet all limits.
 
-    Fewer devices are cheaper, since more of them never use their time better; so the first size
-    that meets the deadline is the cheapest that does.
+    The first size that meets them all, of those doubled from the least that weights and FLOPs ask
+    for: more devices never use their time better, so it is about the cheapest that is fast enough.
 
     Args:
         options: of `planner.search.answer`.
     """
     training, machine = asked.training, asked.asked.cluster.machine
-    cheapest: Answer | None = None
+    fast_enough: list[Answer] = []
     for number in _numbers(asked, limit_s):
         cluster = Cluster(machine, number)
         where = AskedCluster(str(cluster), cluster)
@@ -64,13 +64,13 @@ def smallest_size(
         if found.verdict == "fits":
             return Size(asked, found)
         if found.is_too_dear and not found.is_too_slow:
-            cheapest = found
-            break
-    if cheapest is not None:
-        usd = cheapest.dollars[0]
-        text = f"{cheapest.asked.text} is the cheapest that is fast enough and costs ${usd:,.0f}"
-        return Size(asked, None, "no price is known" if usd == float("inf") else text)
-    return Size(asked, None, f"no number of devices up to {_MOST_DEVICES:,} was found")
+            fast_enough.append(found)
+    if not fast_enough:
+        return Size(asked, None, "no number of devices that was tried is fast enough and fits")
+    cheapest = min(fast_enough, key=lambda each: each.dollars[0])
+    usd = cheapest.dollars[0]
+    text = f"{cheapest.asked.text} is the cheapest that is fast enough and costs ${usd:,.0f}"
+    return Size(asked, None, "no price is known" if usd == inf else text)
 
 
 def _numbers(asked: Answer, limit_s: float) -> Iterator[int]:

@@ -8,9 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.cost.training_memory import training_memory
-from phalanx.cost.training_plans import RECOMPUTE, TrainingPlans
+from phalanx.cost.training_plans import RECOMPUTE, SCHEDULES, TrainingPlans
 from phalanx.cost.training_step import training_step
 from phalanx.models.named import named_model
+from phalanx.planner import search
+from phalanx.planner.refined import PLAYED, refine
 from phalanx.planner.runnable import Layout
 from phalanx.planner.search import TIGHT_COSTS, answer
 from phalanx.planner.sized import limit_of, sized_plans, smallest_plan
@@ -74,7 +76,8 @@ def test_the_fastest_plan_is_chosen_or_the_smallest():
     assert smallest.best.sized.peak_bytes == smallest.smallest.peak_bytes
 
 
-def test_among_plans_that_cannot_be_told_apart_one_that_runs_is_taken():
+def test_among_plans_that_cannot_be_told_apart_one_that_runs_is_taken(monkeypatch):
+    monkeypatch.setattr(search, "NUM_PLAYED", 0)
     found = answer(FULL_JOB, asked(4))
     assert found.best.is_runnable and found.best is found.runnable
     assert found.fastest.total_s <= found.best.total_s <= found.fastest.high_s
@@ -84,6 +87,22 @@ def test_among_plans_that_cannot_be_told_apart_one_that_runs_is_taken():
     within = (times.total_s <= found.fastest.high_s) & (times.low_s <= found.fastest.total_s)
     assert found.num_alike == within.sum() > 1
     assert (times.total_s[plans.runnable()]).min() == found.best.total_s
+
+
+def test_the_best_pipelines_are_played(monkeypatch):
+    played = []
+
+    def watched(shape, plans, times):
+        played.append(plans)
+        return refine(shape, plans, times)
+
+    monkeypatch.setattr(search, "refine", watched)
+    found = answer(pretraining(LLAMA), asked(16384))
+    (plans,) = played
+    assert 1 <= plans.shape[0] <= search.NUM_PLAYED and (plans.pipeline > 1).all()
+    assert {SCHEDULES[at] for at in plans.schedule.tolist()} <= set(PLAYED)
+    assert sum(found.fastest.parts.values()) == pytest.approx(found.fastest.total_s)
+    assert found.fastest.low_s <= found.fastest.total_s <= found.fastest.high_s
 
 
 def test_what_does_not_run_yet_is_told_and_the_best_that_does_is_beside_it():
@@ -96,7 +115,8 @@ def test_what_does_not_run_yet_is_told_and_the_best_that_does_is_beside_it():
         assert table["runnable"]["mesh"]["tp"] == found.runnable.sized.row["tensor"]
 
 
-def test_a_plan_with_room_is_preferred_unless_it_takes_twice_as_long():
+def test_a_plan_with_room_is_preferred_unless_it_takes_twice_as_long(monkeypatch):
+    monkeypatch.setattr(search, "NUM_PLAYED", 0)
     plans = sized_plans(FULL_JOB, asked(4).cluster)
     times = training_step(FULL_JOB.shape, plans.plans, asked(4).cluster.machine).total_s
     peak, high = plans.memory.peak_bytes, plans.memory.high_bytes
