@@ -193,7 +193,8 @@ def main() -> None:
         values = {each: float(f"{getattr(made, each):.3g}") for each in moved}
         found |= out_of_fold(mine, start)
         print(name, len(mine), values)
-        table["profiles"][name] |= values
+        fitted_names = [*FREE[name], *LIMITS.get(name, {})]
+        table["profiles"][name] |= values | {"fitted": fitted_names, "fitted_rows": len(mine)}
     table["cross_validation"] = {
         "folds": 5,
         "by": "whole groups",

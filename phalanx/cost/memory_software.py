@@ -11,6 +11,7 @@ import re
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from importlib.resources import files
+from math import expm1
 from typing import Any
 
 from phalanx.errors import JobError, nearest_names
@@ -61,6 +62,8 @@ class MemoryProfile:
             "allocated" (without fragmentation either).
         logs_first: its log is the first pipeline rank's, which need not be the fullest.
         low_log, high_log: 5th and 95th percentile of the logarithm of published over predicted.
+        source: of what is not fitted.
+        fitted, fitted_rows: names of figures that are, and to how many rows.
     """
 
     name: str
@@ -102,6 +105,9 @@ class MemoryProfile:
     logs_first: bool = False
     low_log: float = -0.15
     high_log: float = 0.15
+    source: str = ""
+    fitted: tuple[str, ...] = ()
+    fitted_rows: int = 0
 
     def for_training(self, precision: str, method: str) -> MemoryProfile:
         """The same with products of that precision."""
@@ -123,10 +129,13 @@ class MemoryProfile:
     def _fp8_weight_bytes(self) -> float:
         return self.fp8_weight_bytes or self.weight_bytes
 
-    @property
-    def log_spread(self) -> float:
-        """Standard deviation of a normal distribution with bars as wide."""
-        return (self.high_log - self.low_log) / (2 * NORMAL_95)
+    def describe(self) -> str:
+        """One line: whom it stands for, where its figures come from, how wide its bars are."""
+        low, high = (f"{100 * expm1(each):+.0f} %" for each in (self.low_log, self.high_log))
+        names = ", ".join(self.fitted)
+        fit = f"{names} fitted to {self.fitted_rows} published rows; " if names else ""
+        bars = "of published rows" if self.fitted_rows else "assumed"
+        return f"memory of {self.title}: {self.source}; {fit}90 % bar {low} to {high}, {bars}"
 
 
 NORMAL_95 = 1.645  # standard deviations to the 95th percentile
@@ -175,4 +184,5 @@ def _entry(key: str) -> dict[str, Any]:
     own = dict(_table()["profiles"][key])
     base = _entry(own.pop("like")) if "like" in own else {}
     known = {field.name for field in fields(MemoryProfile)}
-    return {name: value for name, value in {**base, **own}.items() if name in known}
+    values = {name: value for name, value in {**base, **own}.items() if name in known}
+    return values | {"fitted": tuple(values.get("fitted", ()))}

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from phalanx.cost.memory_activations import chunks_in_flight
+from phalanx.cost.memory_software import memory_profile, memory_software_names
 from phalanx.cost.memory_stages import even_stages, stages_by_cost
 from phalanx.cost.model_shape import (
     AttentionShape,
@@ -171,3 +172,11 @@ def test_our_trainer_keeps_what_its_own_formula_counts(name, rank, recompute):
     found = training_memory(shape_of(config), plans).logged_bytes.item()
     counted = sum(memory_terms(config, work, units, recompute=recompute).values())
     assert found == pytest.approx(counted, rel=0.08)
+
+
+@pytest.mark.parametrize("name", memory_software_names())
+def test_a_profile_says_where_its_figures_come_from(name):
+    profile = memory_profile(name)
+    assert profile.source in profile.describe()
+    assert all(hasattr(profile, each) for each in profile.fitted)
+    assert bool(profile.fitted) == bool(profile.fitted_rows)
