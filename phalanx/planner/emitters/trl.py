@@ -47,6 +47,9 @@ def _require(writing: Writing) -> None:
     words = ["bf16", "fp16", "fp32", "fp8"]
     precision = writing.plan.precision
     writing.require(precision in (None, *words), "precision", "accelerate has no such one", words)
+    is_whole = precision != "fp32" or writing.plan.master_dtype != "bfloat16"
+    rule = "weights in bfloat16 are multiplied in it"
+    writing.require(is_whole, "precision", rule, ["bf16"])
     if row["zero"] == 0:
         for axis in ("tensor", "context"):
             rule = "accelerate splits tensors and rows with FSDP2 alone"
@@ -127,7 +130,7 @@ def _train(writing: Writing) -> dict[str, Any]:
         "gradient_accumulation_steps": row["num_micro"],
         "max_length": row["row_tokens"],
         "packing": plan.packed is not False,
-        "bf16": precision in ("bf16", "fp8"),
+        "bf16": precision == "bf16",  # else the launch configuration's precision counts
         "fp16": precision == "fp16",
         # FSDP recomputes by itself; both at once are refused
         "activation_checkpointing": RECOMPUTE[row["recompute"]] == "full" and not row["zero"],

@@ -32,6 +32,9 @@ def merged(one: ForeignPlan, other: ForeignPlan) -> ForeignPlan:
     values = {name: value for name, value in values.items() if value is not None}
     origin = {name: where for name, where in trained.origin.items() if name not in _SPREAD}
     origin |= {name: where for name, where in spread.origin.items() if name in _SPREAD}
+    if trained.origin.get("precision", "").endswith("dtype") and spread.precision != "fp32":
+        values["precision"] = spread.precision  # the trainer asks for neither bf16 nor fp16
+        origin["precision"] = spread.origin.get("precision", "")
     again, notes = _recompute(spread, trained)
     known = {each.name for each in fields(ForeignPlan)}
     fresh = ForeignPlan(

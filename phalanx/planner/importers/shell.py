@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from phalanx.planner.importers.entries import Document, Entry, unreadable
 
-_MOST_WORDS = 20_000
+_MOST_WORDS, _MOST_TEXT = 5_000, 1 << 16
 OUTSIDE = ("$@", "$*")  # options that the script is started with
 _ASSIGN = re.compile(r"([A-Za-z_]\w*)(\+?=)(.*)", re.DOTALL)
 _NAME = r"(?P<braced>[A-Za-z_]\w*|\d+)(?:\[[@*]\])?(?::?-(?P<other>[^}]*))?"
@@ -84,12 +84,15 @@ def options(words: Sequence[Word], path: str, short: dict[str, str] | None = Non
             entries[word.text] = Entry(word.text, word.text, word.line)
             continue
         name = _option_name(word, short or {})
-        if name is None:
+        if name is None and word.text.endswith(".py"):  # the program; what follows is its own
+            close()
+            key, values = "", []
+        elif name is None:
             values.append(word.text)
-            continue
-        close()
-        key, has_value, first = name.partition("=")
-        values, line = [first] if has_value else [], word.line
+        else:
+            close()
+            key, has_value, first = name.partition("=")
+            values, line = [first] if has_value else [], word.line
     close()
     return Document(path, entries)
 
@@ -116,13 +119,16 @@ def _assign(raw: _Raw, words: list[_Raw], values: dict[str, list[Word]], path: s
             inner += _fill(words.pop(1), values)
         if len(words) > 1:
             words.pop(1)
-        values[name] = [*before, *inner][:_MOST_WORDS]
+        values[name] = [*before, *inner]
     elif how == "+=" and before:
         added = _interpolated(value, values)
         values[name] = [*before[:-1], Word(before[-1].text + added, before[-1].line)]
     else:
         filled = value if raw.literal else _interpolated(value, values)
         values[name] = [Word(filled, raw.line)]
+    kept = values[name]
+    if len(kept) > _MOST_WORDS or sum(len(word.text) for word in kept) > _MOST_TEXT:
+        raise unreadable(path, raw.line, f"makes {name} too long to be read")
     return True
 
 
@@ -156,7 +162,7 @@ def _interpolated(text: str, values: dict[str, list[Word]]) -> str:
             return _arithmetic(match["sum"], values) or match[0]
         name = match["braced"] or match["plain"]
         if name in values:
-            return " ".join(each.text for each in values[name])[: 1 << 16]
+            return " ".join(each.text for each in values[name])
         return match["other"].strip("'\"") if match["other"] is not None else match[0]
 
     return _REFERENCE.sub(value, text)

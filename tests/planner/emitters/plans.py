@@ -72,7 +72,11 @@ def training_plans(draw):
     tensor, pipeline, context, replicate, inner = (draw(sizes) for _ in range(5))
     zero = draw(st.sampled_from([0, 1, 2, 3, 3, 3]))
     data = inner * replicate
-    schedule = draw(st.sampled_from(SCHEDULES)) if pipeline > 1 else "1f1b"
+    schedule = (
+        draw(st.sampled_from([*SCHEDULES, "1f1b", "1f1b", "interleaved"]))
+        if pipeline > 1
+        else "1f1b"
+    )
     many = schedule not in ("gpipe", "1f1b")
     method = draw(st.sampled_from(["pretrain", "full", "lora"]))
     adapters = {"lora_rank": 8, "lora_alpha": 16.0, "lora_dropout": 0.05}
@@ -96,7 +100,7 @@ def training_plans(draw):
         row_tokens=draw(st.sampled_from([512, 4096, 8191])),
         num_micro=draw(st.integers(1, 5)),
         recompute=draw(st.sampled_from(RECOMPUTE)),
-        offload=draw(st.sampled_from([0.0, 0.0, 1.0, 0.5])),
+        offload=draw(st.sampled_from([0.0, 0.0, 0.0, 0.0, 1.0, 0.5])),
         precision=draw(st.sampled_from(["bf16", "bf16", "fp16", "fp8", "fp32", "fp4"])),
         master_dtype=draw(st.sampled_from(["float32", "float32", "bfloat16"])),
         method=method,
