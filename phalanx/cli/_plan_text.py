@@ -59,7 +59,8 @@ def _show_job(priced: PricedJob) -> None:
         _show_data(training.profile)
     else:
         rows = training.batch_tokens // training.seq_tokens
-        write(f"batches of {rows:,} rows of {training.seq_tokens:,} tokens\n")
+        plural = "" if rows == 1 else "s"
+        write(f"batches of {rows:,} row{plural} of {training.seq_tokens:,} tokens\n")
     count = f"{training.num_steps:,} step{'' if training.num_steps == 1 else 's'}"
     steps = f"{count} of {training.batch_tokens:,} tokens"
     epochs = f"{training.epochs:g} epoch{'' if training.epochs == 1 else 's'} = "
@@ -84,7 +85,7 @@ def _line(each: Answer, priced: PricedJob) -> list[str]:
     name, usable = each.asked.text, each.limit_bytes / _GIBIBYTE
     if each.best is None:
         if each.smallest is None:
-            return [name, each.verdict, "", "", "", most_common(each.illegal)]
+            return [name, each.verdict, "", "", "", most_common(each.illegal, 1)]
         peak = f"{each.smallest.peak_bytes / _GIBIBYTE:.1f} of {usable:.1f} GiB"
         term = each.smallest.largest_term
         needs = f"memory: {term} {_gib(each.smallest.terms[term])}"

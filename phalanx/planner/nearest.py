@@ -18,7 +18,7 @@ from phalanx.models.spec import LoraSpec
 from phalanx.planner.answers import Answer, SizedPlan, is_tight
 from phalanx.planner.clusters import AskedCluster
 from phalanx.planner.search import answer
-from phalanx.planner.sized import limit_of, smallest_plan
+from phalanx.planner.sized import limit_of, sized_plans, smallest_plan
 from phalanx.planner.training import Training
 
 _MOST_TIMES = 64  # devices, of those that were asked for
@@ -93,20 +93,18 @@ def _changes(refused: Answer, limit_bytes: float) -> Iterator[tuple[str, str, Tr
 def _other_batches(
     training: Training, cluster: Cluster
 ) -> Iterator[tuple[str, str, Training, Cluster]]:
-    """Batches that give every data rank a row, the nearest first."""
+    """The nearest batch that gives every data rank a row."""
     if training.profile is not None:
         return
     asked = training.batch_tokens // training.seq_tokens
-    degrees = divisors(cluster.num_devices)
-    counts = {-(-asked // degree) * degree for degree in degrees}
-    for rows in sorted(counts - {asked}, key=lambda rows: abs(rows - asked))[:4]:
+    counts = {-(-asked // degree) * degree for degree in divisors(cluster.num_devices)}
+    for rows in sorted(counts - {asked}, key=lambda rows: abs(rows - asked)):
         tokens = rows * training.seq_tokens
-        yield (
-            f"batches of {rows:,} rows",
-            f"--global-tokens {tokens}",
-            replace(training, batch_tokens=tokens),
-            cluster,
-        )
+        other = replace(training, batch_tokens=tokens)
+        plans = sized_plans(other, cluster)
+        if plans.runnable().any() if training.config is not None else len(plans):
+            yield f"batches of {rows:,} rows", f"--global-tokens {tokens}", other, cluster
+            return
 
 
 def _rows_matter(refused: Answer) -> bool:

@@ -191,3 +191,118 @@ def test_pricing_a_model_and_a_file_loads_no_torch(chat):
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
+
+
+PRETRAIN = ("qwen3-8b", "--seq", "4k", "--global-tokens", "1M", "--on", "16xh100")
+
+
+def test_rows_of_one_length_need_no_data_and_are_pretraining(capsys, tmp_path):
+    out = tmp_path / "plan.json"
+    assert plan(*PRETRAIN, "--json", str(out)) == 0
+    text = capsys.readouterr().out
+    assert "batches of 256 rows of 4,096 tokens" in text and "of this step" in text
+    document = json.loads(out.read_text())
+    assert (
+        document["of_one_step"]
+        and document["steps"] == 1
+        and document["data"] == {"seq_tokens": 4096}
+    )
+    assert document["model"]["trained"] == document["model"]["params"]
+    assert plan(*PRETRAIN, "--tokens", "10B") == 0
+    assert "9,537 steps of 1,048,576 tokens" in capsys.readouterr().out
+
+
+def test_a_deadline_and_a_budget_say_how_many_devices_would_do(capsys):
+    words = (*PRETRAIN, "--tokens", "10B")
+    assert plan(*words, "--deadline", "2d", "--budget", "90k") == 0
+    assert "h100: 8 devices would do" in " ".join(capsys.readouterr().out.split())
+    assert plan(*words, "--deadline", "3h") == 1
+    text = " ".join(capsys.readouterr().out.split())
+    assert "too slow" in text and "devices would do" in text
+    assert plan(*words, "--budget", "10") == 1
+    assert "too dear" in capsys.readouterr().out
+
+
+def test_the_largest_context_and_micro_batch_are_told(capsys):
+    assert plan(*PRETRAIN, "--largest", "context") == 0
+    assert "largest context 40,960 tokens" in " ".join(capsys.readouterr().out.split())
+    assert plan(*PRETRAIN, "--largest", "micro-batch") == 0
+    assert "largest micro-batch" in capsys.readouterr().out
+
+
+def test_llama_405b_on_16384_devices_is_told_in_a_screen(capsys):
+    words = ("--model", "llama-3.1-405b", "--on", "16384xH100", "--seq", "8192")
+    assert plan(*words, "--global-tokens", "16M") == 0
+    lines = capsys.readouterr().out.splitlines()
+    text = " ".join(" ".join(lines).split())
+    assert len(lines) <= 25 and max(map(len, lines)) <= 100
+    for part in ("2,048 rows of 8,192", "simulated only", "what `phalanx train` runs", "illegal"):
+        assert part in text
+
+
+def test_an_architecture_that_the_trainer_lacks_is_priced_and_said_to_be_simulated_only(capsys):
+    words = ("deepseek-ai/DeepSeek-V3", "--seq", "4k", "--global-tokens", "4M")
+    assert plan(*words, "--on", "512xh200", "--precision", "fp8") == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "671 B parameters" in text and "this architecture" in text and "products in fp8" in text
+
+
+def test_a_configuration_of_another_program_is_priced_beside_the_best_plan(tmp_path, capsys):
+    path = tmp_path / "axolotl.yml"
+    path.write_text(
+        "base_model: Qwen/Qwen3-8B\nadapter: lora\nlora_r: 16\nlora_alpha: 32\n"
+        "lora_target_linear: true\nsequence_len: 2048\nsample_packing: true\n"
+        "micro_batch_size: 4\ngradient_accumulation_steps: 2\ngradient_checkpointing: true\n"
+        "datasets:\n  - path: nobody/nothing\n    type: chat_template\n"
+    )
+    assert plan("--from", str(path), "--on", "8xh100") == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "batches of 64 rows of 2,048 tokens" in text
+    assert "the file's plan fits" in text and "recomputation full -> none" in text
+
+
+def test_the_best_plan_is_written_for_other_programs(tmp_path, capsys):
+    folder = tmp_path / "out"
+    folder.mkdir()
+    assert plan(*PRETRAIN, "--emit", f"torchtitan:{folder}") == 0
+    assert (folder / "torchtitan.toml").read_text() and "torchtitan of" in capsys.readouterr().out
+    assert plan(*PRETRAIN, "--emit", "nothing") == 2
+    assert "registry/unknown" in _error(capsys)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--seq", "64k"], "40,960"),
+        (["--seq", "5000"], "whole number of rows"),
+        (["--seq", "0"], "above 0"),
+        (["--seq", "-4"], "above 0"),
+        (["--seq", "4k", "--tokens", "0"], "at least 1"),
+        (["--seq", "4k", "--global-tokens", "1.5"], "whole number"),
+        (["--seq", "4k", "--data", "x.jsonl"], "contradict"),
+        (["--seq", "4k", "--deadline", "12h"], "--tokens"),
+        (["--seq", "4k", "--deadline", "soon"], "unit of s"),
+        (["--seq", "4k", "--budget", "free"], "dollars"),
+        (["--seq", "4k", "--tokens", "1T", "--budget", "0"], "above 0"),
+        (["--seq", "4k", "--largest", "model"], "micro-batch"),
+        (["--seq", "4k", "--precision", "fp2"], "fp8"),
+        (["--seq", "4k", "--software", "caffe"], "registry/unknown"),
+        (["--seq", "4k", "--expert-imbalance", "nan"], "at least 1"),
+        (["--seq", "4k", "--deadline", "1h", "--limits.time_s", "2h"], "twice"),
+        (["--from", "nothing.yml"], "nothing.yml"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else value,
+)
+def test_bad_questions_are_one_line_with_a_way_out_and_exit_two(words, says, capsys):
+    batch = () if "--global-tokens" in words else ("--global-tokens", "1M")
+    assert plan("qwen3-8b", "--on", "8xh100", *batch, *words) == 2
+    assert says in _error(capsys)
+
+
+def test_a_batch_smaller_than_its_ranks_names_batches_that_are_not(capsys):
+    words = ("qwen3-8b", "--on", "4096xh100", "--seq", "4k", "--global-tokens", "4k")
+    assert plan(*words) == 1
+    text = capsys.readouterr().out
+    assert "no legal plan" in text and "batches of 1 row of" in text
+    near = [line for line in text.splitlines() if line.startswith("--global-tokens ")]
+    assert near and plan(*words[:5], *near[0].split("  ")[0].split()) == 0
