@@ -57,6 +57,7 @@ def validate_tables(
     """
     from phalanx.lab.csv_rows import seen_table
     from phalanx.lab.page import page
+    from phalanx.lab.rl_rows import read_rl
     from phalanx.lab.scored import comparisons_csv
     from phalanx.lab.serving_rows import read_serving
     from phalanx.lab.targets import judged
@@ -67,7 +68,9 @@ def validate_tables(
     if is_seen:
         training, serving = str(seen_table("training")), str(seen_table("serving"))
     found = validate(
-        read_training(training) if training else [], read_serving(serving) if serving else []
+        read_training(training) if training else [],
+        read_serving(serving) if serving else [],
+        read_rl(training) if training else [],
     )
     if picture:
         from phalanx.lab.picture import draw

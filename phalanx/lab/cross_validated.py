@@ -11,7 +11,10 @@ from collections.abc import Iterator, Mapping
 from importlib.resources import files
 from typing import Any, NamedTuple
 
-_FILES = ("training_efficiency.json", "memory_software.json", "serving_efficiency.json")
+_FILES = (
+    *("training_efficiency.json", "memory_software.json"),
+    *("serving_efficiency.json", "rl_efficiency.json"),
+)
 
 
 class FoldScore(NamedTuple):

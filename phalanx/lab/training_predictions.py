@@ -35,7 +35,7 @@ class TrainingPrediction:
 
 def predict_training(rows: Sequence[TrainingRow]) -> list[TrainingPrediction]:
     """Predictions of rows, in their order; a row that cannot be priced says why."""
-    found = {id(row): _unpriced(row) for row in rows}
+    found = {id(row): unpriced(row) for row in rows}
     for batch in batches(rows):
         try:
             made = _priced(batch)
@@ -45,7 +45,8 @@ def predict_training(rows: Sequence[TrainingRow]) -> list[TrainingPrediction]:
     return [found[id(row)] for row in rows]
 
 
-def _unpriced(row: TrainingRow) -> TrainingPrediction:
+def unpriced(row: TrainingRow) -> TrainingPrediction:
+    """Why a row cannot be priced; nothing for one that can."""
     if row.missing:
         return TrainingPrediction(reason=f"insufficient input: {'; '.join(row.missing)}")
     if row.machine is None:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 
+from phalanx.cost.rl_step import RlStep
 from phalanx.lab.baseline import ConstantRate, shipped_rate
+from phalanx.lab.rl_rows import RlRow, predict_rl
 from phalanx.lab.scored import GridScore, Point, SourceScore, Validation
 from phalanx.lab.scores import (
     CallScore,
@@ -20,7 +23,7 @@ from phalanx.lab.scores import (
 )
 from phalanx.lab.serving_predict import ServingPrediction, predict_serving
 from phalanx.lab.serving_rows import ServingRow
-from phalanx.lab.training_predictions import TrainingPrediction, predict_training
+from phalanx.lab.training_predictions import TrainingPrediction, predict_training, unpriced
 from phalanx.lab.training_rows import TrainingRow
 
 LEAST_IN_GRID = 5  # runs that ended, for ranks to mean something
@@ -30,9 +33,26 @@ Answer = TrainingPrediction | ServingPrediction
 Row = TrainingRow | ServingRow
 
 
-def validate(training: Sequence[TrainingRow], serving: Sequence[ServingRow]) -> Validation:
-    """Price every row and compare; the order of sources is that of the tables."""
-    priced = predict_training(training) if training else []
+def validate(
+    training: Sequence[TrainingRow], serving: Sequence[ServingRow], rl: Sequence[RlRow] = ()
+) -> Validation:
+    """Price every row and compare; the order of sources is that of the tables.
+
+    Args:
+        training: rows of a training table; those of reinforcement learning lack what has no column.
+        serving: rows of a serving table.
+        rl: of the same training table, rows of reinforcement learning with what their notes say.
+    """
+    whole = {row.line: row for row in rl}
+    training = [
+        replace(row, missing=whole[row.line].missing) if row.line in whole else row
+        for row in training
+    ]
+    steps = dict(zip(whole, predict_rl(rl)))
+    priced = [
+        _of_rl(row, steps[row.line]) if row.line in steps else answer
+        for row, answer in zip(training, predict_training(training))
+    ]
     answered = predict_serving(serving) if serving else []
     points = [
         *_training_points(training, priced, shipped_rate()),
@@ -50,6 +70,12 @@ def validate(training: Sequence[TrainingRow], serving: Sequence[ServingRow]) -> 
             if answer.reason
         ],
     )
+
+
+def _of_rl(row: TrainingRow, step: RlStep | None) -> TrainingPrediction:
+    if step is None:
+        return unpriced(row)
+    return TrainingPrediction(step_s=Estimate(step.total.value, step.total.low, step.total.high))
 
 
 def _training_points(
