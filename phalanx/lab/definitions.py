@@ -32,7 +32,8 @@ def definitions() -> Iterator[str]:
         "serving row needs a known model and accelerator, how the engine cuts the model, lengths "
         "of prompts and answers, and the load: a concurrency, a static batch, or a load without "
         "end. Of a row of reinforcement learning, generation is read from the notes "
-        "(`lab/rl_rows.py`). All else is insufficient input. What tables leave out because it is implied:"
+        "(`lab/rl_rows.py`). All else is insufficient input. What tables leave out because it is "
+        "implied:"
     )
     yield ""
     yield inspect.cleandoc(row_plan.__doc__ or "").split("\n\n", 2)[2]

@@ -161,7 +161,7 @@ def _training_row(row: CsvRow) -> TrainingRow:
     if not row.get("hardware") or re.search(r" \+ ", row.get("hardware")):
         missing.append("hardware of one kind")
     if row.get("workload").lower().startswith("rl"):
-        missing.append("the plan and lengths of generation, for which there are no columns (rl_rows reads notes)")
+        missing.append("the plan and lengths of generation, which no column holds")
     if lacks:
         missing.insert(0, lacks)
     complete = not missing
