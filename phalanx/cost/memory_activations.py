@@ -114,6 +114,9 @@ def _attention(
         stream += (ITEM_BYTES + input_bytes) * compressed + ITEM_BYTES * attention.rope_dim
         inner += ITEM_BYTES * (queries + values)
         return LayerBytes(stream=stream, inner=inner, matrix=matrix)
+    if attention.kind == "linear":  # queries and keys of K heads, values of every state
+        inner += ITEM_BYTES * (2.0 * attention.num_kv_heads * attention.head_dim + values - queries)
+        return LayerBytes(stream=stream, inner=inner)
     width = attention.head_dim + (attention.value_dim or attention.head_dim)
     cached = 0 if attention.reuses_keys else attention.num_kv_heads * width
     return LayerBytes(

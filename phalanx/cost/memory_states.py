@@ -39,14 +39,18 @@ class Parameters:
 
 
 def split_params(
-    shape: ModelShape, columns: Mapping[str, Column], shares: Shares, tables: Column
+    shape: ModelShape,
+    columns: Mapping[str, Column],
+    shares: Shares,
+    tables: Column,
+    has_embedding: Column,
 ) -> Parameters:
     """Of a rank with such shares of the layers and so many tables of V rows."""
     tensor, experts = columns["tensor"], columns["expert"] * columns["expert_tensor"]
     zeros = np.zeros(tables.shape)
     dense, expert, largest, largest_expert = zeros, zeros, zeros, zeros
     for layer in shape.layers:
-        in_dense = layer.norms * shape.hidden + zeros
+        in_dense = layer.norms * shape.hidden + layer.other_params + zeros
         in_expert = zeros
         for product in layer.products(shape.hidden):
             if product.is_expert:
@@ -59,8 +63,8 @@ def split_params(
         largest = np.where(bigger, in_dense, largest)
         largest_expert = np.where(bigger, in_expert, largest_expert)
     table = shape.vocab * shape.hidden / tensor
-    positions = np.where(tables > 0, shape.learned_positions * shape.hidden, 0.0)
-    embedding = tables * table + positions + shape.hidden
+    others = shape.learned_positions * shape.hidden + shape.other_params
+    embedding = tables * table + has_embedding * others + shape.hidden
     return Parameters(dense, expert, embedding, largest, largest_expert)
 
 
@@ -116,12 +120,13 @@ def state_bytes(
     *,
     shares: Shares,
     tables: Column,
+    has_embedding: Column,
     method: str,
     lora_rank: int,
     base_bits: int,
 ) -> States:
     """Of ranks that hold such shares of the layers and so many tables."""
-    params = split_params(shape, columns, shares, tables)
+    params = split_params(shape, columns, shares, tables, has_embedding)
     shard, expert_shard = shard_degrees(columns)
     copies = np.where(columns["schedule"] == SCHEDULES.index("dualpipe"), 2.0, 1.0)
     zero = columns["zero"]

@@ -194,6 +194,7 @@ def _terms_at(
         profile,
         shares=shares,
         tables=stage.has_embedding + stage.has_head - both * shape.tied_head,
+        has_embedding=stage.has_embedding,
         method=plans.method,
         lora_rank=plans.lora_rank,
         base_bits=plans.base_bits,

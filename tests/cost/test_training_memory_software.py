@@ -18,6 +18,7 @@ from phalanx.cost.step_work import Workload
 from phalanx.cost.training_memory import training_memory
 from phalanx.cost.training_plans import RECOMPUTE, SCHEDULES, TrainingPlans
 from phalanx.mesh import Mesh
+from phalanx.models.known import known_names, known_shape
 from phalanx.models.named import named_model
 from phalanx.models.spec import LoraSpec
 from phalanx.registry import build
@@ -96,6 +97,13 @@ def test_quantised_weights_take_half_a_byte_and_only_adapters_have_moments():
     rank_16 = 32 * 16 * (2 * 8192 + 2 * 5120 + 3 * (4096 + 14336))
     assert terms["moments"].item() == 8 * rank_16
     assert terms["weights"].item() - 4 * rank_16 == pytest.approx(8.03e9 * 4.127 / 8, rel=0.001)
+
+
+def test_one_rank_without_shards_holds_every_parameter_of_every_known_model():
+    for name in known_names():
+        shape = known_shape(name)
+        weights = training_memory(shape, TrainingPlans(row_tokens=1)).terms["weights"].item()
+        assert weights == pytest.approx(2 * shape.num_params, rel=1e-9), name
 
 
 def test_offloaded_moments_are_in_the_host():
