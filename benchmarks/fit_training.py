@@ -26,8 +26,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from phalanx.cost import training_efficiency
+from phalanx.cost.training_count import StepWork, count_step
 from phalanx.cost.training_efficiency import SHARES, StepEfficiency, family_of, kind_of, level_keys
-from phalanx.cost.training_step import Speeds, StepWork, count_step, price_step
+from phalanx.cost.training_price import Speeds, price_step
 from phalanx.lab.csv_rows import read_rows, seen_table
 from phalanx.lab.folds import folds
 from phalanx.lab.training_rows import TrainingRow, batches, read_training
@@ -55,13 +56,15 @@ _SPREADS = {
     "product_traffic": Spread(0.4, 0.3),
     "product_start_s": Spread(0.7, 0.7),
     "expert": Spread(0.3, 0.2, 0.3, 0.1),
-    "attention": Spread(0.3, 0.2, generation=0.2),
+    "attention": Spread(0.2, 0.1, generation=0.15),
+    "state": Spread(1.0, 0.3, generation=0.2),
     "attention_start_tokens": Spread(0.7, 0.3),
     "scores": Spread(0.01, 1.0),
-    "stream": Spread(0.4, 0.5),
-    "routed": Spread(0.4, 0.3, 0.8),
+    "stream": Spread(0.4, 0.4),
+    "routed": Spread(0.4, 0.3, 0.3),
     "adapter": Spread(0.5, 0.4),
     "cast": Spread(0.5, 0.3),
+    "gated_cast": Spread(1.0, 0.0, 1.5),
     "launch_s": Spread(0.7, 1.0, 0.5),
     "link": Spread(0.2, 0.3, generation=0.2),
     "network": Spread(0.3, 0.4, generation=0.2),

@@ -45,6 +45,8 @@ class ComputeWork:
         stream_bytes: of norms, gates, residuals, rotation.
         routed_bytes: of bringing tokens into the order of their experts, and back.
         cast_bytes: of inputs of products that a narrow format converts, read and written.
+        gated_cast_bytes: of inputs and results of experts with a gate, which libraries convert,
+            gate and permute in one kernel or in many.
         launches: operators started by the host.
         head_flops, head_bytes, logit_bytes: of the head and the loss, of one micro-batch.
         dense_params, expert_params: of a mean layer on this rank.
@@ -70,6 +72,7 @@ class ComputeWork:
     stream_bytes: Any
     routed_bytes: Any
     cast_bytes: Any
+    gated_cast_bytes: Any
     launches: Any
     head_flops: Any
     head_bytes: Any
@@ -93,7 +96,7 @@ def compute_work(shape: ModelShape, plans: TrainingPlans) -> ComputeWork:
 def _layer(shape: ModelShape, layer: LayerShape, plans: TrainingPlans) -> dict[str, Any]:
     counted: dict[str, Any] = dict.fromkeys(_PRODUCT_COLUMNS, 0.0)
     for product in layer.products(shape.hidden):
-        for name, value in _product(product, plans).items():
+        for name, value in _product(product, plans, layer.feed_forward.is_gated).items():
             counted[name] = counted[name] + value
     products = counted["products"] + counted["experts"]
     counted |= _attention(layer.attention, plans)
@@ -108,12 +111,13 @@ _PRODUCT_COLUMNS = (
     *("product_flops", "product_bytes", "products", "weight_bytes"),
     *("expert_flops", "expert_bytes", "experts", "expert_weight_bytes"),
     *("adapter_flops", "adapter_bytes", "adapters", "cast_bytes"),
+    "gated_cast_bytes",
     *("dense_params", "expert_params", "trained_params"),
 )
 
 
-def _product(product: Product, plans: TrainingPlans) -> dict[str, Any]:
-    """Columns that one matrix (or all its copies) adds to."""
+def _product(product: Product, plans: TrainingPlans, is_gated: bool) -> dict[str, Any]:
+    """Columns that one matrix (or all its copies) of a gated block, or another, adds to."""
     tokens, inputs, outputs, held = _local_sizes(product, plans)
     element_bytes = {"fp8": 1.0, "fp4": 0.5}.get(plans.precision, 2.0)
     flops = 2.0 * held * tokens * inputs * outputs
@@ -121,6 +125,8 @@ def _product(product: Product, plans: TrainingPlans) -> dict[str, Any]:
     moved = read + held * tokens * outputs * _STREAM_BYTES
     weights = held * inputs * outputs
     found: dict[str, Any] = {"cast_bytes": held * tokens * inputs * (2 + 2 * element_bytes)}
+    if product.is_expert and is_gated:
+        found["gated_cast_bytes"] = held * tokens * (inputs + outputs) * (2 + 2 * element_bytes)
     if product.is_expert:
         found |= {"expert_flops": flops * plans.expert_imbalance, "expert_bytes": moved}
         found |= {"experts": 1.0, "expert_weight_bytes": weights * _MASTER_BYTES}

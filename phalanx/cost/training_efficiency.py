@@ -51,11 +51,13 @@ class StepEfficiency:
         expert: rate of products of many experts over that of one product.
         attention: share of the 16-bit matrix rate that attention reaches on long rows.
         attention_start_tokens: keys whose time each query costs in addition.
+        state: share of the 16-bit matrix rate that linear attention reaches.
         scores: 1 where attention writes its scores out, 0 where they stay on chip.
         stream: bytes of element-wise work over those of one fused pass.
         routed: the same of bringing tokens to their experts.
         adapter: time of adapters over that of adapters on all linear layers, unfused.
         cast: the same of conversions to narrow formats.
+        gated_cast: passes over inputs and results of experts with a gate, beside these.
         launch_s: host seconds of an operator.
         link, network: share of the links' bandwidth that collectives reach.
         round_s, network_round_s: of a round of a collective, in and between domains.
@@ -76,13 +78,15 @@ class StepEfficiency:
     product_traffic: Any = 1.5
     product_start_s: Any = 6e-6
     expert: Any = 0.85
-    attention: Any = 0.65
+    attention: Any = 0.55
     attention_start_tokens: Any = 256.0
+    state: Any = 0.1
     scores: Any = 0.02
     stream: Any = 1.5
     routed: Any = 2.0
     adapter: Any = 0.6
     cast: Any = 1.0
+    gated_cast: Any = 3.0
     launch_s: Any = 8e-6
     link: Any = 0.75
     network: Any = 0.75

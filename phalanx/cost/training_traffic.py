@@ -10,7 +10,7 @@ Symbols: n members of a group, P bytes of the whole tensor on one rank.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -39,6 +39,10 @@ class Wire:
     def times(self, factor: Any) -> Wire:
         """The same so many times."""
         return Wire(*(value * factor for value in vars(self).values()))
+
+    def resized(self, factor: Any) -> Wire:
+        """With so many times the bytes, in as many rounds."""
+        return replace(self, near_bytes=self.near_bytes * factor, far_bytes=self.far_bytes * factor)
 
 
 def collective(kind: str, payload_bytes: Any, n: Any, stride: Any, domain: int) -> Wire:
@@ -188,7 +192,7 @@ def _expert(shape: ModelShape, plans: TrainingPlans, domain: int) -> Wire:
     return total
 
 
-def _groups(plans: TrainingPlans) -> tuple[tuple[Any, Any, Any], tuple[Any, Any, Any]]:
+def sharing_ranks(plans: TrainingPlans) -> tuple[tuple[Any, Any, Any], tuple[Any, Any, Any]]:
     """(ranks, those of them that share, stride) of what is no expert, and of experts."""
     ranks = plans.data * plans.context
     shared = np.where(plans.zero > 0, np.minimum(plans.shard, ranks), 1)
@@ -200,7 +204,7 @@ def _groups(plans: TrainingPlans) -> tuple[tuple[Any, Any, Any], tuple[Any, Any,
 
 def _gather(plans: TrainingPlans, domain: int, held: Held) -> Wire:
     total = Wire()
-    for payload, (_, shared, stride) in zip(held, _groups(plans), strict=True):
+    for payload, (_, shared, stride) in zip(held, sharing_ranks(plans), strict=True):
         total = total + collective("all_gather", payload, shared, stride, domain)
     return total
 
@@ -208,7 +212,7 @@ def _gather(plans: TrainingPlans, domain: int, held: Held) -> Wire:
 def _reduce(plans: TrainingPlans, domain: int, held: Held) -> Wire:
     """Scattered over ranks that share, then summed over the replicas."""
     total = Wire()
-    for payload, (ranks, shared, stride) in zip(held, _groups(plans), strict=True):
+    for payload, (ranks, shared, stride) in zip(held, sharing_ranks(plans), strict=True):
         replicas = np.maximum(ranks / shared, 1.0)
         scatter = collective("reduce_scatter", payload, shared, stride, domain)
         between = collective("all_reduce", payload / shared, replicas, stride * shared, domain)
