@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from itertools import combinations
 
 from phalanx.cli.output import paragraph, table, write
+from phalanx.cost.training_plans import SCHEDULES
 from phalanx.planner.answers import Answer
 from phalanx.planner.given import Given
 from phalanx.planner.largest import Largest
@@ -50,7 +51,7 @@ def show(priced: PricedJob) -> None:
 def _show_job(priced: PricedJob) -> None:
     training = priced.training
     params, trained = format_count(priced.num_params), format_count(priced.num_trained)
-    how = "all are trained"
+    how = "all are trained (pretrain)" if training.method == "pretrain" else "all are trained"
     if training.lora is not None:
         how = f"LoRA of rank {training.lora.rank} trains {trained}"
     products = f"; products in {training.precision}" if training.precision != "bf16" else ""
@@ -120,6 +121,15 @@ def _show_plans(each: Answer) -> None:
         paragraph(
             f"within its bars, simulated only ({', '.join(fastest.sized.missing)}): {words}; "
             f"{100 * less:.0f} % less time",
+            indent=2,
+            hang=2,
+        )
+    if each.unproven is not None and each.unproven.total_s < (1 - _MATTERS) * best.total_s:
+        schedule = SCHEDULES[int(each.unproven.sized.row["schedule"])]
+        less = 1 - each.unproven.total_s / best.total_s
+        paragraph(
+            f"by formula alone, no published run of {schedule} to compare with: "
+            f"{each.unproven.sized.describe()}; {100 * less:.0f} % less time",
             indent=2,
             hang=2,
         )
@@ -239,9 +249,12 @@ def _largest(found: Largest) -> str:
         return f"{where}: none fits"
     text = f"{where} {found.tokens:,} tokens ({found.plan.describe()})"
     if found.plan.missing:
-        text += f", simulated only; by `phalanx train` {found.runnable_tokens:,}"
+        text += ", simulated only; "
         plan = found.runnable_plan
-        text += f" ({plan.describe()})" if plan is not None else ""
+        if plan is not None:
+            text += f"by `phalanx train` {found.runnable_tokens:,} ({plan.describe()})"
+        else:
+            text += "none that `phalanx train` runs"
     return f"{text}; {found.note}" if found.note else text
 
 

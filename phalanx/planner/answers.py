@@ -115,6 +115,7 @@ class Answer:
         best: the plan to take; None when none fits.
         fastest: the one that the formula ranks first; another one where `best` cannot be told
             apart from it and runs.
+        unproven: a faster one whose schedule no published run stands behind.
         runnable: the best one that `phalanx train` runs; None when none fits.
         smallest: the plan that needs the least memory, states in host memory left aside; None when
             there is no legal plan.
@@ -134,6 +135,7 @@ class Answer:
     best: PricedPlan | None
     fastest: PricedPlan | None
     runnable: PricedPlan | None
+    unproven: PricedPlan | None
     smallest: SizedPlan | None
     num_plans: int
     num_listed: int
@@ -197,7 +199,7 @@ class Answer:
     @property
     def memory_gain(self) -> float:
         """Share of the step that devices of any memory would save."""
-        if self.fastest is None or not self.unlimited_s:
+        if self.fastest is None:
             return 0.0
         return max(0.0, 1.0 - self.unlimited_s / self.fastest.total_s)
 
@@ -231,7 +233,8 @@ class Answer:
             table["seconds"] = dict(self.best.parts)
             table["shares"] = self.best.shares()
             table["faster_without_memory_limit"] = self.memory_gain
-        for name, other in (("fastest", self.fastest), ("runnable", self.runnable)):
+        others = {"fastest": self.fastest, "runnable": self.runnable, "unproven": self.unproven}
+        for name, other in others.items():
             if other is not None and other is not self.best:
                 table[name] = self._plan_table(other.sized) | {"step_s": other.total_s}
         return table

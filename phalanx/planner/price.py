@@ -303,7 +303,7 @@ def _fixed_rows(
         raise JobError("job/bad-value", "--seq", seq, rule, legal=[model.most_tokens])
     if batch % seq:
         rule = f"must be a whole number of rows of {seq:,} tokens"
-        rows = nearest_numbers(batch, [max(1, batch // seq) * seq, (batch // seq + 1) * seq])
+        rows = nearest_numbers(batch, {max(1, batch // seq) * seq, (batch // seq + 1) * seq})
         raise JobError("job/bad-value", "--global-tokens", batch, rule, legal=rows)
     steps = given.steps
     if asks.total_tokens:

@@ -2,7 +2,8 @@
 
 Memory is `cost.training_memory`, seconds are `cost.training_step`; both know how far they may be
 off. Pipelines among the best are played as events (`planner.refined`). Plans within each other's
-bars cannot be told apart: of these, one that `phalanx train` runs is preferred.
+bars cannot be told apart: of these, one that `phalanx train` runs is preferred. Schedules without a
+published run are told beside, never taken.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from phalanx.cost.training_plans import SCHEDULES
 from phalanx.cost.training_step import StepTimes, training_step
 from phalanx.planner.answers import Answer, PricedPlan, priced_plan
 from phalanx.planner.clusters import AskedCluster
+from phalanx.planner.columns import Table
 from phalanx.planner.refined import PLAYED, refine
 from phalanx.planner.sized import SizedPlans, limit_of, sized_plans
 from phalanx.planner.training import Training
@@ -23,6 +25,8 @@ OBJECTIVES = ("time", "cost", "memory")
 # a plan whose memory may not suffice is taken where all others take more than twice its time
 TIGHT_COSTS = 2.0
 NUM_PLAYED = 8  # pipelines
+# of which the published tables hold runs; the others are priced by formula alone
+PROVEN_SCHEDULES = ("1f1b", "interleaved")
 
 
 def answer(
@@ -51,7 +55,7 @@ def answer(
     allowed = may_take & (sized.memory.peak_bytes <= limit)
     found = _Ranked(sized, times, allowed, limit, minimise)
     if found.fastest is not None and found.fastest.sized.row["pipeline"] > 1:
-        times = _played(training, sized, times, found.order[found.is_alike])
+        times = _played(training, sized, times, found.top[found.is_alike])
         found = _Ranked(sized, times, allowed, limit, minimise)
     return Answer(
         asked=asked,
@@ -63,12 +67,13 @@ def answer(
         best=found.best,
         fastest=found.fastest,
         runnable=found.runnable,
+        unproven=found.unproven,
         smallest=sized.smallest(sized.table["offload"] == 0),
         num_plans=len(sized),
         num_listed=sized.num_listed,
         num_fit=len(found.order),
         num_alike=int(found.is_alike.sum()),
-        unlimited_s=float(times.total_s.min()) if len(sized) else 0.0,
+        unlimited_s=float(times.total_s[_is_proven(sized.table)].min(initial=np.inf)),
         illegal=dict(sized.illegal),
     )
 
@@ -128,27 +133,39 @@ class _Ranked:
         else:
             order = np.lexsort((peak[at], seconds[at] * np.where(is_tight[at], TIGHT_COSTS, 1.0)))
         self.order = at[order]
+        proven = self.order[_is_proven(sized.table)[self.order]]
+        self.top = proven if len(proven) else self.order
         self.is_alike = self._alike(is_tight)
-        runs = sized.runnable()[self.order]
+        runs = sized.runnable()[self.top]
         first_runs = int(runs.argmax()) if runs.any() else -1
         takes_it = first_runs >= 0 and self.is_alike[first_runs] and minimise != "memory"
-        self.fastest = self._at(0)
-        self.runnable = self._at(first_runs) if first_runs else self.fastest
+        self.fastest = self._at(self.top[:1])
+        self.runnable = self._at(self.top[first_runs:][:1]) if first_runs > 0 else None
+        self.runnable = self.fastest if first_runs == 0 else self.runnable
         self.best = self.runnable if takes_it else self.fastest
+        is_other = len(self.order) > 0 and self.order[0] != self.top[0]
+        self.unproven = self._at(self.order[:1]) if is_other else None
 
     def _alike(self, is_tight: np.ndarray) -> np.ndarray:
-        """Of plans in order: whether the first one lies in their bar and they in its bar, and
-        whether there is room for both or for neither."""
-        if not len(self.order):
+        """Of the top plans in order: whether the first one lies in their bar and they in its bar,
+        and whether there is room for both or for neither."""
+        if not len(self.top):
             return np.zeros(0, dtype=bool)
-        times, at, first = self._times, self.order, self.order[0]
+        times, at, first = self._times, self.top, self.top[0]
         within = (times.total_s[at] <= times.high_s[first]) & (
             times.low_s[at] <= times.total_s[first]
         )
         return within & (is_tight[at] == is_tight[first])
 
-    def _at(self, place: int) -> PricedPlan | None:
-        if place < 0 or place >= len(self.order):
+    def _at(self, indices: np.ndarray) -> PricedPlan | None:
+        """The first of these plans."""
+        if not len(indices):
             return None
-        index = int(self.order[place])
+        index = int(indices[0])
         return priced_plan(self._sized.at(index), self._times, index)
+
+
+def _is_proven(table: Table) -> np.ndarray:
+    """Whether published runs of a plan's schedule stand behind the formula."""
+    known = [SCHEDULES.index(name) for name in PROVEN_SCHEDULES]
+    return (table["pipeline"] == 1) | np.isin(table["schedule"], known)

@@ -84,7 +84,10 @@ def test_among_plans_that_cannot_be_told_apart_one_that_runs_is_taken(monkeypatc
     assert found.best.low_s <= found.fastest.total_s
     plans = sized_plans(FULL_JOB, asked(4).cluster)
     times = training_step(FULL_JOB.shape, plans.plans, asked(4).cluster.machine)
+    known = [SCHEDULES.index(name) for name in search.PROVEN_SCHEDULES]
+    proven = (plans.table["pipeline"] == 1) | np.isin(plans.table["schedule"], known)
     within = (times.total_s <= found.fastest.high_s) & (times.low_s <= found.fastest.total_s)
+    within &= proven
     assert found.num_alike == within.sum() > 1
     assert (times.total_s[plans.runnable()]).min() == found.best.total_s
 
@@ -103,6 +106,15 @@ def test_the_best_pipelines_are_played(monkeypatch):
     assert {SCHEDULES[at] for at in plans.schedule.tolist()} <= set(PLAYED)
     assert sum(found.fastest.parts.values()) == pytest.approx(found.fastest.total_s)
     assert found.fastest.low_s <= found.fastest.total_s <= found.fastest.high_s
+
+
+def test_a_schedule_without_a_published_run_is_told_beside_and_never_taken():
+    found = answer(pretraining(LLAMA), asked(16384))
+    schedules = {SCHEDULES[int(each.sized.row["schedule"])] for each in (found.best, found.fastest)}
+    assert schedules <= set(search.PROVEN_SCHEDULES)
+    assert SCHEDULES[int(found.unproven.sized.row["schedule"])] not in search.PROVEN_SCHEDULES
+    assert found.unproven.total_s < found.fastest.total_s
+    assert found.to_dict()["unproven"]["step_s"] == found.unproven.total_s
 
 
 def test_what_does_not_run_yet_is_told_and_the_best_that_does_is_beside_it():
