@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from statistics import NormalDist
 
 import numpy as np
@@ -21,7 +22,7 @@ from phalanx.errors import JobError
 SPREAD = 1.07
 _NORMAL = NormalDist()
 _ROUNDS = 80  # of halving
-_MOST_SPREAD = 4.0
+_LEAST_SPREAD, _MOST_SPREAD = 1e-3, 4.0  # below, answers are all alike
 
 
 @dataclass(frozen=True)
@@ -49,9 +50,9 @@ class AnswerLengths:
 
     @property
     def _is_fixed(self) -> bool:
-        return self.spread == 0.0 or self.mean_tokens == self.limit_tokens
+        return self.spread < _LEAST_SPREAD or self.mean_tokens == self.limit_tokens
 
-    @property
+    @cached_property
     def location(self) -> float:
         """mu, for which the mean is as given."""
         low = math.log(self.mean_tokens) - self.spread**2 - 1.0
