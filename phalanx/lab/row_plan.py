@@ -12,7 +12,8 @@ What is implied, and by what:
 - experts over data ranks, for the families that do so;
 - schedule: interleaved with several virtual stages, else 1F1B;
 - no recomputation where unnamed (fused attention recomputes its own scores either way), but of
-  whole layers where a run that ended could not have fitted otherwise, for the families that do so.
+  whole layers where a run of a dense model that ended could not have fitted otherwise, for the
+  families that do so.
 """
 
 from __future__ import annotations

@@ -22,10 +22,11 @@ def recomputing(
     """The plan, with whole layers recomputed where that is implied.
 
     Implied: the row names nothing, its run ended, its framework's recipes recompute rather than
-    offload, and the plan cannot fit the device without.
+    offload, and the plan cannot fit the device without. Of dense models: runs of mixtures of
+    experts are as fast as if nothing were repeated, so what they save is something else.
     """
     is_named = bool(row.get("recompute")) or row.get("status") == "crash_or_oom"
-    if is_named or not family_of(row).recomputes:
+    if is_named or not family_of(row).recomputes or shape.expert_params:
         return plans
     chance = training_memory(shape, plans, machine).fits_probability(machine.memory.value)
     if float(np.max(chance)) >= _IMPOSSIBLE:
