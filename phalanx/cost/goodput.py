@@ -28,6 +28,7 @@ from phalanx.hardware import Cluster
 _HOUR_S = 3600.0
 _MONTH_S = 30 * 86400.0
 _LARGEST_EXPONENT = 700.0  # beyond, the exponential is no finite float
+_NO_PROGRESS_FRAC = 1e-3  # a run of which less trains has no end
 _DEVICE_MTBF_S = Bar(16384 * 54 * 86400.0 / 419, 100_000 * 18 * 60.0, 1000 * 8 * 86400.0 / 2.3)
 _RESTART_S = Bar(600.0, 180.0, 950.0)
 _SPOT_INSTANCE_MTBF_S = Bar(_MONTH_S / 0.175, 86400.0, _MONTH_S / 0.10)
@@ -229,4 +230,4 @@ def _finite(bar: Bar) -> list[float | None]:
 
 
 def _over(hours: float, frac: float) -> float:
-    return hours / frac if frac > 0.0 else math.inf
+    return hours / frac if frac >= _NO_PROGRESS_FRAC else math.inf

@@ -115,6 +115,13 @@ def test_spot_is_interrupted_more_and_its_hours_are_dearer_in_time():
     assert spot.interruptions == pytest.approx(spot.hours.value * rate, rel=1e-4)
 
 
+def test_a_run_that_hardly_ever_trains_has_no_end_and_json_says_none():
+    spot = run_costs(parse_cluster("16384xh100"), Bar(1000.0, 900.0, 1100.0), checkpoint_bytes=6e12)
+    hours = spot[-1].hours
+    assert hours.value < hours.high == math.inf
+    assert spot[-1].to_dict()["hours"][2] is None and spot[-1].to_dict()["usd"][2] is None
+
+
 @given(
     devices=st.integers(1, 100_000),
     name=st.sampled_from(["h100", "v5e", "mi300x", "a100-pcie"]),
