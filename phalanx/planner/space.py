@@ -155,8 +155,9 @@ def _states(table: Table, *, trains_all: bool) -> Table:
     if not trains_all:
         kept &= (zero == 0) | (zero == 3)
     all_first = table["schedule"] == SCHEDULES.index("gpipe")
-    in_pipeline = np.where((ranks > 1) & trains_all, np.where(all_first, 2, 1), 0)
-    kept &= (table["pipeline"] == 1) | (zero == in_pipeline)
+    shards = (ranks > 1) & trains_all
+    in_pipeline = np.where(shards, (zero == 2) | ((zero == 1) & ~all_first), zero == 0)
+    kept &= (table["pipeline"] == 1) | in_pipeline
     shard = np.where(zero == 0, 1, np.where(is_near, near, ranks))
     return table.without("is_near", "near").joined(shard=shard).keep(kept)
 

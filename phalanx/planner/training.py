@@ -104,8 +104,11 @@ class Training:
         return self.method != "lora" and self.master_dtype != computes
 
     def software_on(self, machine: Machine) -> str:
-        """Key of the efficiency and memory tables."""
-        return self.software or ("maxtext" if machine.cores_per_device else "torch")
+        """Key of the efficiency and memory tables: this trainer's where it tunes the model, that of
+        other PyTorch programs for pretraining, which is at home at sizes it does not reach yet."""
+        if self.software or machine.cores_per_device:
+            return self.software or "maxtext"
+        return "phalanx" if self.config is not None and self.method != "pretrain" else "torch"
 
     def with_mesh(self, mesh: Mapping[str, int]) -> Training:
         """Keeping to the axis sizes that a job names."""

@@ -236,7 +236,13 @@ def test_llama_405b_on_16384_devices_is_told_in_a_screen(capsys):
     lines = capsys.readouterr().out.splitlines()
     text = " ".join(" ".join(lines).split())
     assert len(lines) <= 25 and max(map(len, lines)) <= 100
-    for part in ("2,048 rows of 8,192", "simulated only", "by formula alone", "what `phalanx train` runs", "illegal"):
+    for part in (
+        "2,048 rows of 8,192",
+        "simulated only",
+        "by formula alone",
+        "what `phalanx train` runs",
+        "illegal",
+    ):
         assert part in text
 
 

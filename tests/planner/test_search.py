@@ -49,7 +49,7 @@ def test_an_answer_adds_up():
 def test_prices_are_those_of_the_cost_models():
     found = answer(FULL_JOB, asked(4))
     machine, row = asked(4).cluster.machine, dict(found.best.sized.row)
-    plans = TrainingPlans(**row, method="full", software="torch")
+    plans = TrainingPlans(**row, method="full", software="phalanx")
     step = training_step(FULL_JOB.shape, plans, machine)
     assert found.best.total_s == pytest.approx(step.total_s[0])
     bar = (found.best.low_s, found.best.high_s)
@@ -303,6 +303,14 @@ def test_the_published_sizing_of_llama_3_is_legal_and_within_the_bar():
         )  # fmt: skip
         times = training_step(job.shape, plans.plans, asked(16384).cluster.machine).total_s
         assert times[published].min() <= found.fastest.high_s
+
+
+def test_whose_software_is_assumed():
+    h100, v5p = (asked(1, name).cluster.machine for name in ("h100", "v5p"))
+    assert training().software_on(h100) == training("full").software_on(h100) == "phalanx"
+    assert pretraining(LLAMA).software_on(h100) == "torch"
+    assert training().software_on(v5p) == "maxtext"
+    assert training(software="megatron:25.09").software_on(v5p) == "megatron:25.09"
 
 
 def test_precision_and_frozen_bits_that_the_trainer_lacks_are_simulated_only():

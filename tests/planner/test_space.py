@@ -88,7 +88,7 @@ def test_plans_of_two_devices_by_hand():
     rows = {1: 2, 2: 1}  # data ranks -> ways to fill micro-batches: one row, or two
     # of two micro-batches: 1f1b, zero-bubble, zbv, interleaved by 2 and by 3 (of 4 layers, and 4
     # with embedding and head); of one: all forwards first; dualpipe needs four
-    pipeline = 5 + 1
+    pipeline = 5 + 1  # nothing to shard on one data rank
     assert len(table) == 3 * (data * rows[2] + tensor * rows[1] + pipeline + context * rows[1])
     assert set(illegal) == {legality.NO_ROUND, legality.NO_LAYERS}
     assert illegal[legality.NO_LAYERS] == 4  # virtual 4, 6, 8, 12 on two ranks: more than 6 stages
