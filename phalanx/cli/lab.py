@@ -82,7 +82,7 @@ def validate_tables(
         write_file(rows, comparisons_csv(found), "--rows")
     targets = judged(found)
     document = versioned("accuracy", **found.to_dict(), targets=targets)
-    emit(document, json_file, lambda: _show(found))
+    emit(document, json_file, lambda: _show(found, is_seen))
     if not found.predicted:
         rule = f"none of its {found.rows:,} rows could be priced"
         raise JobError("system/published", training or serving, None, rule)
@@ -180,7 +180,8 @@ def _quantity(name: str, value: float) -> str:
     return as_text.get((REQUIRED | OPTIONAL)[name], "{:.3g}".format)(value)
 
 
-def _show(found: Validation) -> None:
+def _show(found: Validation, is_seen: bool) -> None:
+    from phalanx.lab.cross_validated import fold_scores
     from phalanx.lab.page import QUANTITY_NAMES, figure, in_order, percent
     from phalanx.lab.targets import TARGETS
 
@@ -212,6 +213,15 @@ def _show(found: Validation) -> None:
         f"{found.rows:,} rows; {found.complete:,} with the minimum inputs, of which "
         f"{found.predicted:,} were priced"
     )
+    if is_seen:
+        unseen = [
+            f"{QUANTITY_NAMES.get(score.name, score.name)} {percent(score.figures['median'])}"
+            for score in fold_scores()
+        ]
+        paragraph(
+            "efficiencies were fitted on these rows; medians of rows that a fit has not seen: "
+            + ", ".join(unseen)
+        )
     paragraph(f"{len(judged) - len(missed)} of {len(judged)} targets met")
     for name in missed:
         paragraph(f"missed: {name}", indent=2, hang=2)
