@@ -45,16 +45,28 @@ class Fit:
     def __init__(self, rows: Sequence[RlRow]) -> None:
         self.rows = rows
         unit = replace(
-            rl_efficiency(), learning_factor=1.0, packed_bytes_per_s=1e9, apart_factor=1.0
+            rl_efficiency(), learning_factor=1.0, packed_bytes_per_s=1.0, apart_factor=1.0
         )
-        self.steps = predict_rl(rows, unit)
+        steps = [step for step in predict_rl(rows, unit) if step is not None]
+        columns = zip(
+            *(
+                (s.generation_s, s.learning_s, s.weights_s, s.states_s, s.is_colocated)
+                for s in steps
+            )
+        )
+        self._generation, self._learning, self._weights, self._states, one_pool = (
+            np.array(column) for column in columns
+        )
+        self._one_pool = one_pool.astype(bool)
+        self._measured = np.array([row.measured_step_s for row in rows])
 
     def best(self, taken: Sequence[int]) -> RlEfficiency:
         """The numbers that fit the rows at these places."""
+        at = np.array(taken)
 
         def cost(numbers: tuple[float, float, float]) -> float:
             prior = _PRIOR * (log(numbers[0]) ** 2 + log(numbers[2]) ** 2)
-            return prior + float(np.mean([self._error(at, *numbers) for at in taken]))
+            return prior + float(self._errors(*numbers)[at].mean())
 
         factor, rate, apart = min(product(_FACTORS, _RATES, _APART), key=cost)
         return replace(
@@ -64,16 +76,17 @@ class Fit:
             apart_factor=float(apart),
         )
 
-    def _error(self, at: int, factor: float, rate: float, apart: float) -> float:
-        step, row = self.steps[at], self.rows[at]
-        assert step is not None
-        changed = replace(
-            step,
-            scoring_s=step.scoring_s * factor,
-            training_s=step.training_s * factor,
-            weights_s=step.weights_s * 1e9 / rate / (1.0 if step.is_colocated else apart),
+    def _errors(self, factor: float, rate: float, apart: float) -> np.ndarray:
+        """As `RlStep.total_s`; the wire is small beside packing, and goes with it here."""
+        learning = self._learning * factor
+        weights = self._weights / rate / np.where(self._one_pool, 1.0, apart)
+        total = np.where(
+            self._one_pool,
+            self._generation + learning + self._states,
+            np.maximum(self._generation, learning),
         )
-        return min(abs(log(changed.total_s / row.measured_step_s)), _LARGEST)
+        errors = np.abs(np.log((total + weights) / self._measured))
+        return np.minimum(errors, _LARGEST)
 
 
 def left_out(fit: Fit) -> np.ndarray:
