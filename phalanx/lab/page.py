@@ -10,7 +10,7 @@ import numpy as np
 from phalanx.lab import row_class
 from phalanx.lab.cross_validated import FoldScore, fold_scores
 from phalanx.lab.definitions import definitions, wrapped
-from phalanx.lab.missed import REASONS
+from phalanx.lab.missed import REASONS, WEAK
 from phalanx.lab.scored import SourceScore, Validation
 from phalanx.lab.scores import MacroScore
 from phalanx.lab.targets import TARGETS, Target
@@ -43,6 +43,7 @@ def page(found: Validation, picture: str = "", *, is_seen: bool = False) -> str:
         _out_of_fold(folds),
         _sources(found),
         _grids(found),
+        _weak() if is_seen else iter(()),
         _unpriced(found),
         definitions(),
     )
@@ -263,6 +264,14 @@ def _grids(found: Validation) -> Iterator[str]:
         *("failed choices", "out-of-memory precision", "recall"),
     )
     yield from _table(header, lines)
+
+
+def _weak() -> Iterator[str]:
+    yield "## Weak spots"
+    yield ""
+    for text in WEAK:
+        yield wrapped(text, bullet="- ")
+    yield ""
 
 
 def _unpriced(found: Validation) -> Iterator[str]:
