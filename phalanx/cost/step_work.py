@@ -122,14 +122,13 @@ def workload_of(
     """
     weight = counted_weight(config)
     steps = deal_steps(
-        samples,
+        SampleStream(samples, seed),
         weight,
         num_steps=min(num_steps, _MOST_STEPS),
         global_batch_tokens=global_batch_tokens,
         row_tokens=row_tokens,
         num_ranks=num_ranks,
         multiple=multiple,
-        seed=seed,
     )
     heaviest = [step.heaviest_rank(num_ranks, weight) for step in steps]
     tokens, counted = (mean(column) for column in zip(*heaviest))
@@ -165,7 +164,7 @@ def workload_of(
 
 
 def deal_steps(
-    samples: Samples,
+    stream: SampleStream,
     weight: float,
     *,
     num_steps: int,
@@ -173,7 +172,6 @@ def deal_steps(
     row_tokens: int,
     num_ranks: int,
     multiple: int = 1,
-    seed: int = 0,
 ) -> list[DealtStep]:
     """The first steps as training deals them.
 
@@ -181,7 +179,7 @@ def deal_steps(
         weight: work of a target beyond that of any token, in tokens (`counted_weight`).
         row_tokens, num_ranks, multiple: as in `workload_of`.
     """
-    stream, start = SampleStream(samples, seed), 0
+    start = 0
     steps: list[DealtStep] = []
     for _ in range(num_steps):
         counters = step_samples(stream, start, global_batch_tokens)

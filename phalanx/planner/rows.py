@@ -21,7 +21,7 @@ from phalanx.layout.placement import divisors
 
 MOST_MICRO_TOKENS = 65_536
 _DEALT_STEPS = 8  # of the data, to see what a typical step holds
-_DEALT_DOCUMENTS = 2048  # of a step
+_DEALT_DOCUMENTS = 2048  # of all of them
 
 
 class Rows(Protocol):
@@ -121,7 +121,12 @@ class DealtRows:
     @cached_property
     def most_ranks(self) -> int:
         """Documents of the first step."""
-        return len(step_samples(SampleStream(self.samples, self.seed), 0, self.batch_tokens))
+        return len(step_samples(self.stream, 0, self.batch_tokens))
+
+    @cached_property
+    def stream(self) -> SampleStream:
+        """The samples in training order."""
+        return SampleStream(self.samples, self.seed)
 
     @cached_property
     def _seen(self) -> dict[int, Mapping[str, Sequence[Any]]]:
@@ -159,14 +164,14 @@ class DealtRows:
             data_ranks,
         )
         ranks = data_ranks // fold
+        most_steps = _DEALT_DOCUMENTS * fold // self.most_ranks
         steps = deal_steps(
-            self.samples,
+            self.stream,
             self.shape.head_flops_per_token / self.shape.product_flops_per_token,
-            num_steps=max(1, min(self.num_steps, _DEALT_STEPS)),
+            num_steps=max(1, min(self.num_steps, _DEALT_STEPS, most_steps)),
             global_batch_tokens=self.batch_tokens // fold,
             row_tokens=row_limit,
             num_ranks=ranks,
-            seed=self.seed,
         )
         num_micro = float(np.mean([len(step.rows) / ranks for step in steps]))
         tokens = float(np.mean([sum(map(sum, step.rows)) / ranks for step in steps]))
