@@ -19,7 +19,7 @@ import argparse
 import json
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, is_dataclass, replace
+from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,7 +29,7 @@ from phalanx.cost import training_efficiency
 from phalanx.cost.training_count import StepWork, count_step
 from phalanx.cost.training_efficiency import SHARES, StepEfficiency, family_of, kind_of, level_keys
 from phalanx.cost.training_price import Speeds, price_step
-from phalanx.lab.csv_rows import read_rows, seen_table
+from phalanx.lab.csv_rows import seen_table
 from phalanx.lab.folds import folds
 from phalanx.lab.training_rows import TrainingRow, batches, read_training
 
@@ -59,7 +59,7 @@ _SPREADS = {
     "attention": Spread(0.2, 0.1, generation=0.15),
     "state": Spread(1.0, 0.3, generation=0.2),
     "attention_start_tokens": Spread(0.7, 0.3),
-    "scores": Spread(0.01, 1.0),
+    "scores": Spread(0.4),
     "stream": Spread(0.4, 0.4),
     "routed": Spread(0.4, 0.3, 0.3),
     "adapter": Spread(0.5, 0.4),
@@ -88,8 +88,6 @@ _SPREADS = {
 }
 # where a family is known to differ, what its factor is thought to be before any row is seen
 _ASSUMED = {
-    ("scores", "megatron-deepspeed"): 0.9,
-    ("scores", "megatron-2022"): 0.95,
     ("stall_s", "nanotron"): 2.0,
     ("crowding", "nanotron"): 5.0,
 }
@@ -136,8 +134,7 @@ def _joined(items: Sequence[Any]) -> Any:
 
 def read_data(table: Path) -> Data:
     """Rows of a table that may be fitted and say how long a step took."""
-    measured = {row.line: row for row in _with_known_flops(table, read_training(table))}
-    usable = [row for row in measured.values() if row.is_fitted and row.measured_step_s]
+    usable = [row for row in read_training(table) if row.is_fitted and row.measured_step_s]
     usable = [row for row in usable if not row.failed and row.row_class != "rl"]
     rows: list[TrainingRow] = []
     works, speeds = [], []
@@ -153,26 +150,6 @@ def read_data(table: Path) -> Data:
         rows += batch.rows
     seconds = np.array([row.measured_step_s for row in rows], dtype=float)
     return Data(tuple(rows), _joined(works), _joined(speeds), seconds)
-
-
-def _with_known_flops(table: Path, rows: Sequence[TrainingRow]) -> list[TrainingRow]:
-    """Step times of rows that print TFLOP/s alone, under a rule that their notes name: MaxText
-    before July 2025, 6 FLOPs per weight and token and attention without its causal half."""
-    printed = {
-        row.line: row for row in read_rows(table, required=(), numbers=("tflops_per_device",))
-    }
-    found = []
-    for row in rows:
-        cells = printed[row.line]
-        rate = cells.number("tflops_per_device")
-        known = "pre-July-2025 FLOP rule" in cells.get("notes")
-        if known and rate and row.shape is not None and row.plans is not None:
-            shape, tokens = row.shape, float(row.plans.row_tokens)
-            per_token = shape.product_flops_per_token + shape.head_flops_per_token
-            flops = 3 * (per_token + shape.attention_flops(1.0, tokens)) * row.tokens_per_step
-            row = replace(row, measured_step_s=flops / (rate * 1e12 * row.devices))
-        found.append(row)
-    return found
 
 
 class Factors:
@@ -343,6 +320,25 @@ def scores(data: Data, seconds: np.ndarray, key: Callable[[TrainingRow], str]) -
     return found
 
 
+def class_scores(data: Data, seconds: np.ndarray) -> dict[str, dict]:
+    """Scores by class of rows and of the two large grids, with the median over sources' medians."""
+    found = scores(data, seconds, lambda row: row.row_class)
+    of_grids = grid_scores(data, seconds, lambda row: row.row_class)
+    sources: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for row, ratio in zip(data.rows, seconds / data.measured_s, strict=True):
+        sources[row.row_class][row.source_id].append(abs(ratio - 1))
+    for name, each in found.items():
+        medians = [np.median(errors) for errors in sources[name].values()]
+        each |= {"macro": _rounded(np.median(medians))} | of_grids.get(name, {})
+    for name in ("vtrain", "nanotron"):
+        where = np.array([at for at, row in enumerate(data.rows) if row.source_id.startswith(name)])
+        some, said = data.take(where), seconds[where]
+        found[name] = (
+            scores(some, said, lambda _: "")[""] | grid_scores(some, said, lambda _: "")[""]
+        )
+    return found
+
+
 def grid_scores(
     data: Data, seconds: np.ndarray, key: Callable[[TrainingRow], str]
 ) -> dict[str, dict[str, float]]:
@@ -394,9 +390,7 @@ def main() -> None:
     arguments = parser.parse_args()
     data = read_data(arguments.table or seen_table("training"))
     unseen_s = cross_validated_s(data)
-    by_class = scores(data, unseen_s, lambda row: row.row_class)
-    of_grids = grid_scores(data, unseen_s, lambda row: row.row_class)
-    by_class = {name: each | of_grids.get(name, {}) for name, each in by_class.items()}
+    by_class = class_scores(data, unseen_s)
     by_source = scores(data, unseen_s, lambda row: f"{row.row_class} {row.source_id}")
     grids = grid_scores(data, unseen_s, lambda row: row.source_id)
     for name, each in (by_class | by_source | grids).items():

@@ -14,6 +14,7 @@ import numpy as np
 from phalanx.cost.model_shape import ModelShape
 from phalanx.cost.training_bubble import bubble_micro_batches, stage_layers
 from phalanx.cost.training_compute import ComputeWork, compute_work
+from phalanx.cost.training_efficiency import writes_scores
 from phalanx.cost.training_plans import TrainingPlans
 from phalanx.cost.training_traffic import Held, Traffic, sharing_ranks, tensor_blocks, traffic_of
 
@@ -71,6 +72,7 @@ def count_step(shape: ModelShape, plans: TrainingPlans, domain: int) -> StepWork
         "imbalance": plans.imbalance,
         "offload": plans.offload,
         "trains_all": 0.0 if is_lora else 1.0,
+        "writes_scores": 1.0 if writes_scores(plans.software) else 0.0,
         "is_narrow": 1.0 if plans.precision in ("fp8", "fp4") else 0.0,
         "updated": trained.dense / shared + trained.experts / expert_shared,
         "held": trained.dense + trained.experts,

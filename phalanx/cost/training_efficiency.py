@@ -26,7 +26,7 @@ from phalanx.hardware import Machine
 
 TABLE = "training_efficiency.json"
 SHARES = (
-    *("scores", "repeated_products", "slowdown"),
+    *("repeated_products", "slowdown"),
     *("tensor_hidden", "context_hidden", "expert_hidden", "data_hidden", "pipeline_hidden"),
 )
 # software that has no published rows of its own -> the family whose kernels it runs
@@ -37,6 +37,7 @@ _SAME_AS = {
     **dict.fromkeys(("jax", "levanter", "t5x"), "maxtext"),
     "llm-foundry": "composer",
 }
+_UNFUSED = ("megatron-2022", "megatron-deepspeed")
 _FUSED_ATTENTION = 23.0  # year of release from which Megatron keeps scores on chip
 
 
@@ -52,7 +53,8 @@ class StepEfficiency:
         attention: share of the 16-bit matrix rate that attention reaches on long rows.
         attention_start_tokens: keys whose time each query costs in addition.
         state: share of the 16-bit matrix rate that linear attention reaches.
-        scores: 1 where attention writes its scores out, 0 where they stay on chip.
+        scores: times that scores move where attention writes them out: product, mask and softmax,
+            dropout, product (`writes_scores`).
         stream: bytes of element-wise work over those of one fused pass.
         routed: the same of bringing tokens to their experts.
         adapter: time of adapters over that of adapters on all linear layers, unfused.
@@ -81,7 +83,7 @@ class StepEfficiency:
     attention: Any = 0.55
     attention_start_tokens: Any = 256.0
     state: Any = 0.1
-    scores: Any = 0.02
+    scores: Any = 6.0
     stream: Any = 1.5
     routed: Any = 2.0
     adapter: Any = 0.6
@@ -162,6 +164,11 @@ def family_of(software: str) -> str:
     if family == "megatron" and year and float(year[1]) < _FUSED_ATTENTION:
         return "megatron-2022"
     return family
+
+
+def writes_scores(software: str) -> bool:
+    """Whether attention is products of whole matrices; else its scores stay on chip."""
+    return family_of(software) in _UNFUSED
 
 
 def level_keys(machine: Machine, precision: str, software: str) -> dict[str, str]:

@@ -32,7 +32,6 @@ from phalanx.cost.training_traffic import Wire
 from phalanx.hardware import Machine
 
 ATTENTION_BACKWARD = 2.5
-SCORE_PASSES = 6  # times that written scores move: product, mask and softmax, dropout, product
 _MANY_DOMAINS = 64.0  # of which the slowest is late in about every second micro-batch
 _MIX = 4.0  # order of the mean of device and host
 _REPEATED_LAUNCHES = 0.3  # of a layer's, under selective recomputation
@@ -88,7 +87,7 @@ def price_step(work: StepWork, speeds: Speeds, rates: StepEfficiency) -> dict[st
     idle = plan["bubble"] * mean_rank_s + fill / np.maximum(plan["virtual"], 1)
     parts["bubble"] = np.maximum(idle, 0.0)
     parts["pipeline"] = _messages(work, speeds, rates)
-    parts |= _data(work, speeds, rates, layers * (layer["compute"] + layer["recompute"]))
+    parts |= _data(work, speeds, rates, layers * layer_s)
     parts["optimizer"] = _optimizer(work, speeds, rates)
     parts["overhead"] = parts["overhead"] + plan["micro"] * _host_s(plan, rates) + rates.step_s
     return {name: value * rates.pace for name, value in parts.items()}
@@ -135,14 +134,16 @@ def _device_seconds(
     attention forward)."""
     trains, compute = work.plan["trains_all"], work.compute
     dense_s, dense_more_s = _products(work, speeds, rates)
-    attention_s = _attention(compute, speeds, rates)
+    attention_s = _attention(work, speeds, rates)
     streamed = rates.stream * compute.stream_bytes + rates.routed * compute.routed_bytes
     stream_s = streamed / speeds.memory_bytes_per_s
     adapter_s = _adapters(compute, speeds, rates)
     forward_s = dense_s + attention_s + stream_s + adapter_s
     backward_s = dense_s * (1 + trains) + dense_more_s * trains + 2 * (stream_s + adapter_s)
     backward_s = backward_s + ATTENTION_BACKWARD * attention_s
-    selective_s = stream_s + rates.scores * attention_s + rates.repeated_products * dense_s
+    selective_s = (
+        stream_s + work.plan["writes_scores"] * attention_s + rates.repeated_products * dense_s
+    )
     heaviest = work.plan["imbalance"]
     return heaviest * forward_s, heaviest * backward_s, heaviest * selective_s, attention_s
 
@@ -180,12 +181,13 @@ def _adapters(compute: ComputeWork, speeds: Speeds, rates: StepEfficiency) -> An
     return rates.adapter * (flops_s + moved_s + rates.product_start_s * compute.adapters)
 
 
-def _attention(compute: ComputeWork, speeds: Speeds, rates: StepEfficiency) -> Any:
+def _attention(work: StepWork, speeds: Speeds, rates: StepEfficiency) -> Any:
     """Fused: the causal half; with scores written out the whole square, and their bytes."""
     rate = speeds.attention_flops_per_s * rates.attention
-    pairs = compute.attention_flops * (1 + rates.scores)
+    compute, is_unfused = work.compute, work.plan["writes_scores"]
+    pairs = compute.attention_flops * (1 + is_unfused)
     pairs = pairs + rates.attention_start_tokens * compute.attention_per_token
-    written = rates.scores * SCORE_PASSES * compute.score_bytes
+    written = is_unfused * rates.scores * compute.score_bytes
     states_s = compute.state_flops / (speeds.attention_flops_per_s * rates.state)
     return pairs / rate + states_s + written / speeds.memory_bytes_per_s
 
