@@ -75,3 +75,28 @@ From = Annotated[
         help="Configuration of accelerate, axolotl, TRL, torchtitan or Megatron: price its plan.",
     ),
 ]
+# serving instead of training
+Serve = Annotated[bool, typer.Option("--serve", help="What can be served, instead of trained.")]
+PromptTokens = Annotated[
+    str, typer.Option("--prompt", metavar="TOKENS", help="Of a prompt (1024 where not given).")
+]
+AnswerTokens = Annotated[
+    str, typer.Option("--answer", metavar="TOKENS", help="Of an answer (256 where not given).")
+]
+Rate = Annotated[
+    str, typer.Option("--rate", metavar="PER_S", help="Requests a second, played one by one.")
+]
+RequestFile = Annotated[
+    str,
+    typer.Option(
+        "--trace",
+        metavar="FILE",
+        help="Requests to play: JSON lines or CSV with arrival_s, prompt_tokens, output_tokens.",
+    ),
+]
+FirstToken = Annotated[
+    str, typer.Option("--ttft", metavar="TIME", help="To the first token, for 99 of 100 requests.")
+]
+EachToken = Annotated[
+    str, typer.Option("--tpot", metavar="TIME", help="Between tokens, for 99 of 100 requests.")
+]

@@ -8,7 +8,7 @@ import typer
 
 from phalanx.cli import _plan_options as opt
 from phalanx.cli.job import FLAGS, DataSource, ModelName
-from phalanx.cli.output import JsonFile, emit, versioned, write
+from phalanx.cli.output import JsonFile, emit, paragraph, versioned
 from phalanx.errors import JobError
 
 if TYPE_CHECKING:
@@ -44,12 +44,30 @@ def plan(
     emit_to: opt.Emit = "",
     output: opt.Output = "",
     explain: opt.Explain = False,
+    serve: opt.Serve = False,
+    prompt: opt.PromptTokens = "",
+    answer: opt.AnswerTokens = "",
+    rate: opt.Rate = "",
+    requests: opt.RequestFile = "",
+    ttft: opt.FirstToken = "",
+    tpot: opt.EachToken = "",
     json_file: JsonFile = "",
 ) -> None:
     """Plan a job: does it fit, how long, for how much; --section.key VALUE sets a key of the job.
 
     Exit 0: some cluster does it. 1: none does; the nearest jobs that fit are named.
     """
+    serving = {"prompt": prompt, "answer": answer, "rate": rate, "trace": requests,
+               "ttft": ttft, "tpot": tpot}  # fmt: skip
+    if serve:
+        from phalanx.cli._plan_serve import plan_serving
+
+        words = serving | {"precision": precision, "software": software, "output": output}
+        plan_serving(target or model, on, words, context.args, json_file)
+        return
+    for name, given in serving.items():
+        if given:
+            raise JobError("job/syntax", f"--{name}", given, "is an option of --serve")
     from phalanx.cli._plan_ask import Asked
     from phalanx.planner.price import is_simulated
 
@@ -90,7 +108,7 @@ def _price(
         if explain:
             text.explain(priced)
         for line in written:
-            write(f"{line}\n")
+            paragraph(line, hang=2)
 
     emit(versioned("plan", **priced.to_dict()), json_file, show)
     if not priced.fits:
@@ -117,8 +135,11 @@ def _emit_files(priced: PricedJob, emit_to: str) -> list[str]:
     if priced.best is None:
         rule = "no cluster fits, so there is no plan to write"
         raise JobError("cli/file", "--emit", emit_to, rule)
-    files = foreign_files(priced, priced.best, target)
+    plan, files = foreign_files(priced, priced.best, target)
     for name, content in files.items():
         write_file(f"{folder or '.'}/{name}", content, "--emit")
     names = ", ".join(f"{folder or '.'}/{name}" for name in files)
-    return [f"{target} of {priced.best.asked.text}: {names}"]
+    lines = [f"{target} of {priced.best.asked.text}: {names}"]
+    if plan is not priced.best.best:
+        lines.append(f"  the best plan that {target} has words for: {plan.sized.describe()}")
+    return lines

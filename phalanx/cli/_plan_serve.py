@@ -1,0 +1,282 @@
+"""`phalanx plan --serve`: what clusters can serve of a model, asked, priced and printed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import inf, isfinite
+from typing import Any
+
+import typer
+
+from phalanx.cli.job import resolve
+from phalanx.cli.output import emit, paragraph, table, versioned, write
+from phalanx.cost.bars import Bar
+from phalanx.cost.model_shape import ModelShape, shape_of
+from phalanx.errors import JobError
+from phalanx.job import Job
+from phalanx.planner.clusters import asked_clusters
+from phalanx.planner.models import priced_model
+from phalanx.planner.question import row_count
+from phalanx.planner.request_trace import read_requests
+from phalanx.planner.serve_plan import (
+    Engines,
+    ServeAnswer,
+    ServeQuestion,
+    nearest_that_serve,
+    serve_answer,
+)
+from phalanx.units import format_bytes, format_count, parse_quantity
+
+_HEADER = ("cluster", "verdict", "req/s", "of knee", "TTFT P99", "TPOT P99", "$/h", "$/M output")
+_MANY_REASONS = 3
+
+
+def plan_serving(
+    model: str, on: str, words: Mapping[str, str], arguments: Sequence[str], json_file: str
+) -> None:
+    """Answer for each cluster; exit 1 where none serves what is asked.
+
+    Args:
+        words: prompt, answer, rate, trace, ttft, tpot, precision, software, output as they were
+            given.
+        arguments: dotted flags.
+
+    Raises:
+        JobError: for words that mean nothing; `cli/file` for a lockfile, which servers do not read.
+    """
+    if words["output"]:
+        rule = "is not written with --serve: `phalanx serve` takes its limits as flags"
+        raise JobError("cli/file", "--output", words["output"], rule)
+    job = resolve("", model, "", arguments)
+    question = _question(words)
+    shape = _shape(job)
+    asked = asked_clusters(on or job.plan.on)
+    answers = [serve_answer(shape, each, question) for each in asked]
+    fitting = [answer for answer in answers if answer.fits]
+    nearest: list[str] = []
+    if not fitting:
+        nearest = [text for each in asked for text in nearest_that_serve(shape, each, question)][:3]
+    document = versioned(
+        "serving plan",
+        model=shape.name,
+        parameters=shape.num_params,
+        fits=bool(fitting),
+        answers=[_to_dict(answer) for answer in answers],
+        nearest=nearest,
+    )
+
+    def show() -> None:
+        params, active = format_count(shape.num_params), format_count(shape.active_params)
+        of_them = f", {active} of them active" if shape.expert_params else ""
+        paragraph(f"{shape.name}: {params} parameters{of_them}, weights in {question.precision}")
+        paragraph(_asked(question))
+        write("\n")
+        table(_HEADER, [_line(answer) for answer in answers])
+        write("\n")
+        for answer in answers:
+            _show(answer)
+        if not fitting:
+            near = "; ".join(nearest) or "none was found"
+            paragraph(f"nearest that serve it: {near}", hang=2)
+
+    emit(document, json_file, show)
+    if not fitting:
+        raise typer.Exit(1)
+
+
+def _shape(job: Job) -> ModelShape:
+    model = priced_model(job)
+    if model.shape is not None:
+        return model.shape
+    assert model.config is not None
+    return shape_of(model.config, model.name)
+
+
+def _question(words: Mapping[str, str]) -> ServeQuestion:
+    requests = read_requests(words["trace"]) if words["trace"] else None
+    if requests is not None and (words["prompt"] or words["answer"] or words["rate"]):
+        rule = "contradict each other: a trace has its own times and lengths"
+        raise JobError("job/syntax", "--trace, --prompt, --answer, --rate", words["trace"], rule)
+    lengths = {"prompt": 1024.0, "answer": 256.0}
+    for name in lengths:
+        if words[name]:
+            lengths[name] = float(row_count(words[name], f"--{name}"))
+    if requests is not None:
+        lengths = {
+            "prompt": float(requests.prompt_tokens.mean()),
+            "answer": float(requests.output_tokens.mean()),
+        }
+    return ServeQuestion(
+        prompt_tokens=lengths["prompt"],
+        output_tokens=lengths["answer"],
+        rate_per_s=_rate(words["rate"]) if words["rate"] else 0.0,
+        requests=requests,
+        ttft_s=_seconds(words["ttft"], "--ttft"),
+        tpot_s=_seconds(words["tpot"], "--tpot"),
+        precision=words["precision"] or "bf16",
+        software=words["software"] or "vllm",
+    )
+
+
+def _rate(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not (isfinite(value) and value > 0):
+        raise JobError("job/bad-value", "--rate", text, "must be requests a second above 0")
+    return value
+
+
+def _seconds(text: str, flag: str) -> float:
+    if not text:
+        return inf
+    value = parse_quantity(text, "s", flag)
+    if not (isfinite(value) and value > 0):
+        raise JobError("job/bad-value", flag, text, "must be a time above 0", legal=["0.5 s"])
+    return value
+
+
+def _asked(question: ServeQuestion) -> str:
+    if question.requests is not None:
+        said = f"{question.requests.source}, "
+        said += f"mean {question.prompt_tokens:.0f} and {question.output_tokens:.0f} tokens"
+    else:
+        said = f"requests of {question.prompt_tokens:.0f} and {question.output_tokens:.0f} tokens"
+    if question.asked_per_s:
+        said += f", {question.asked_per_s:.3g} a second"
+    promised = [
+        f"{name} within {_time(seconds)}"
+        for name, seconds in (("TTFT", question.ttft_s), ("TPOT", question.tpot_s))
+        if isfinite(seconds)
+    ]
+    return said + (f"; promised to 99 of 100: {', '.join(promised)}" if promised else "")
+
+
+def _line(answer: ServeAnswer) -> tuple[str, ...]:
+    best = answer.best
+    if best is None:
+        return (answer.asked.text, "does not fit", *[""] * (len(_HEADER) - 2))
+    played = answer.played
+    tails = [played.percentiles(name)[1] if played else inf for name in ("ttft_s", "tpot_s")]
+    return (
+        answer.asked.text,
+        "serves it" if answer.fits else "too slow",
+        f"{_served(answer, best):.3g}",
+        f"{answer.played_per_s / best.knee_per_s:.0%}",
+        *map(_time, tails),
+        f"{answer.usd_per_h:.2f}" if isfinite(answer.usd_per_h) else "unknown",
+        f"{answer.usd_per_million_output:.3g}" if isfinite(answer.usd_per_h) else "unknown",
+    )
+
+
+def _served(answer: ServeAnswer, best: Engines) -> float:
+    """Requests a second: within the promises where there are any."""
+    return answer.kept_per_s if answer.kept_per_s is not None else best.most_per_s
+
+
+def _show(answer: ServeAnswer) -> None:
+    best, cluster = answer.best, answer.asked.cluster
+    write(f"{answer.asked.text}\n")
+    if answer.asked.note:
+        paragraph(answer.asked.note, indent=2, hang=2)
+    if best is None:
+        rule = "no engine leaves room for the cache of one request"
+        paragraph(f"{answer.too_large} of {answer.counted} ways are too large: {rule}", indent=2)
+        return
+    room = cluster.machine.usable_bytes - best.weight_bytes
+    held = f"{format_bytes(best.weight_bytes)} of weights a device"
+    paragraph(
+        f"{_engine_words(best)}: {held}, {best.kv_tokens:,.0f} KV tokens an engine "
+        f"({format_bytes(max(room, 0.0))} a device left), at most {best.max_running:,} at once",
+        *(2, 2),
+    )
+    means = ", ".join(
+        f"{name} {_bar(getattr(best, key))}"
+        for name, key in (("TTFT", "ttft_s"), ("TPOT", "tpot_s"), ("latency", "latency_s"))
+    )
+    at = f"steady load of {best.loaded:.3g} requests/s" if answer.played is None else "steady load"
+    paragraph(f"{at} (formula, 90 % bars): {means}", *(2, 2))
+    if answer.played is not None:
+        tails = ", ".join(
+            f"{name} {_time(p50)} / {_time(p99)}"
+            for name, (p50, p99) in (
+                ("TTFT", answer.played.percentiles("ttft_s")),
+                ("TPOT", answer.played.percentiles("tpot_s")),
+            )
+        )
+        dropped = f"; {answer.played.preempted} caches dropped" if answer.played.preempted else ""
+        paragraph(
+            f"{len(answer.played.ttft_s):,} requests played at {answer.played_per_s:.3g} a second "
+            f"(simulated, P50 / P99): {tails}{dropped}",
+            *(2, 2),
+        )
+    knee = f"{best.knee_per_s:.3g} requests/s is all it can do"
+    share = answer.played_per_s / best.knee_per_s
+    kept = answer.kept_per_s
+    promise = f"; {kept:.3g} requests/s keep the promises" if kept is not None else ""
+    paragraph(f"{knee}: at {share:.0%} of it{promise}; bound by {best.bound_by}", *(2, 2))
+    counted = f"{answer.counted} ways priced, {answer.too_large} too large"
+    reasons = [f"{count} {why}" for why, count in answer.illegal.most_common(_MANY_REASONS)]
+    paragraph("; ".join([counted, *reasons]), *(2, 2))
+    paragraph("; ".join(answer.source), *(2, 2))
+
+
+def _engine_words(best: Engines) -> str:
+    names = {"tensor": "tensor", "pipeline": "stages", "expert": "expert",
+             "attention_dp": "attention replicas"}  # fmt: skip
+    cut = [f"{names[name]} {degree}" for name, degree in best.degrees.items() if degree > 1]
+    engines = f"{best.replicas} engine{'s' if best.replicas > 1 else ''}"
+    idle = f", {best.idle} devices idle" if best.idle else ""
+    return f"{engines} of {', '.join(cut) or 'one device'}{idle}"
+
+
+def _bar(bar: Bar) -> str:
+    return f"{_time(bar.value)} ({_time(bar.low)} to {_time(bar.high)})"
+
+
+def _time(seconds: float) -> str:
+    if not isfinite(seconds):
+        return ""
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
+
+
+def _to_dict(answer: ServeAnswer) -> dict[str, Any]:
+    """Plain tables; unknown numbers are null."""
+    best, played = answer.best, answer.played
+    found: dict[str, Any] = {
+        "cluster": answer.asked.text,
+        "fits": answer.fits,
+        "ways": answer.counted,
+        "too_large": answer.too_large,
+        "illegal": dict(answer.illegal),
+    }
+    if best is None:
+        return found
+    found |= {
+        "engine": dict(best.degrees) | {"replicas": best.replicas, "idle_devices": best.idle},
+        "kv_tokens": best.kv_tokens,
+        "weight_bytes": best.weight_bytes,
+        "max_running": best.max_running,
+        "steady": {
+            name: dict(zip(("value", "low", "high"), getattr(best, name)))
+            for name in ("ttft_s", "tpot_s", "latency_s")
+        },
+        "steady_per_s": best.loaded,
+        "knee_per_s": best.knee_per_s,
+        "kept_per_s": answer.kept_per_s,
+        "bound_by": best.bound_by,
+        "usd_per_h": _known(answer.usd_per_h),
+        "usd_per_million_output": _known(answer.usd_per_million_output),
+        "source": list(answer.source),
+    }
+    if played is not None:
+        found["played"] = {"requests": len(played.ttft_s), "per_s": answer.played_per_s} | {
+            name: dict(zip(("p50", "p99"), map(_known, played.percentiles(name))))
+            for name in ("ttft_s", "tpot_s", "latency_s")
+        }
+    return found
+
+
+def _known(value: float) -> float | None:
+    return value if isfinite(value) else None

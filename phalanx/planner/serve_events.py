@@ -1,0 +1,207 @@
+"""Requests played against an engine that is not here: the real scheduler on priced steps.
+
+`cost.serving_step` prices a decoding step and a whole prompt; a step of the scheduler holds both,
+so it takes the decoding of its answering rows and, for prompts' chunks, the differences of whole
+prompts. Prices are tables over rows, context and prompt lengths, filled once: a step of the event
+loop looks them up.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import ceil
+from typing import Any
+
+import numpy as np
+
+from phalanx.cost.serving import Batch, EngineCost
+from phalanx.cost.serving_plans import ServingPlans
+from phalanx.cost.serving_steady import Loads, request_s
+from phalanx.cost.serving_step import Rates, decode_s, prefill_s
+from phalanx.drive import drive
+from phalanx.mesh import Mesh
+from phalanx.planner.request_trace import RequestTrace
+from phalanx.policy import React
+from phalanx.registry import build
+from phalanx.worlds.sim import SimWorld
+from phalanx.worlds.sim_serving import BLOCK_TOKENS, SimEngine, SimRequest
+
+_CONTEXTS, _PROMPTS = 12, 40  # places of the tables
+
+
+class StepPrices:
+    """Seconds of an engine's steps, looked up.
+
+    Args:
+        plan: one row: the engine.
+        rates: of that row.
+        most_rows: requests that decode at once, over all attention replicas.
+        longest: tokens of the longest prompt with its answer.
+    """
+
+    def __init__(self, plan: ServingPlans, rates: Rates, *, most_rows: int, longest: int) -> None:
+        replicas = float(plan.attention_dp[0])
+        self._replicas = replicas
+        self._rows = _steps(max(2.0, most_rows / replicas), 2 * ceil(np.log2(most_rows + 1)) + 2)
+        self._contexts = _steps(float(longest), _CONTEXTS)
+        rows, contexts = np.meshgrid(self._rows, self._contexts, indexing="ij")
+        many = plan.take(np.zeros(rows.size, dtype=int))
+        table = decode_s(many, rows.ravel(), contexts.ravel(), _repeated(rates, rows.size))
+        self._decode = (table * rates["decode_level"][0]).reshape(rows.shape).tolist()
+        self._prompts = _steps(float(longest), _PROMPTS)
+        count = len(self._prompts)
+        many = plan.take(np.zeros(count, dtype=int))
+        whole = prefill_s(many, np.asarray(self._prompts), np.ones(count), _repeated(rates, count))
+        at_once = replicas ** min(float(rates["together"][0]), 1.0) * float(plan.pipeline[0])
+        self._whole_s = (whole * rates["prefill_level"][0] / at_once).tolist()
+        self._stall = float(rates["stall"][0])
+
+    def batch_s(self, batch: Batch) -> float:
+        """Seconds of a step of the scheduler."""
+        decoding, context, prompts_s = 0, 0, 0.0
+        for _, query_len, kv_len in batch.rows():
+            if query_len == 1 and kv_len:
+                decoding, context = decoding + 1, context + kv_len
+            else:
+                before_s = self._prompt_s(kv_len) if kv_len else self._whole_s[0]
+                prompts_s = prompts_s or self._whole_s[0]  # all prompts of a step share its starts
+                prompts_s += self._prompt_s(kv_len + query_len) - before_s
+        if not decoding:
+            return prompts_s
+        return self._decode_s(decoding, context / decoding) + self._stall * prompts_s
+
+    def _decode_s(self, decoding: int, context: float) -> float:
+        at, share = _place(self._rows, max(1.0, decoding / self._replicas))
+        to, part = _place(self._contexts, context)
+        low = self._decode[at][to] * (1 - part) + self._decode[at][to + 1] * part
+        high = self._decode[at + 1][to] * (1 - part) + self._decode[at + 1][to + 1] * part
+        return low * (1 - share) + high * share
+
+    def _prompt_s(self, tokens: int) -> float:
+        at, share = _place(self._prompts, tokens)
+        return self._whole_s[at] * (1 - share) + self._whole_s[at + 1] * share
+
+
+def _steps(most: float, count: int) -> list[float]:
+    """Rising from 1 to `most`, each the same multiple of the one before."""
+    return np.geomspace(1.0, max(most, 2.0), count).tolist()
+
+
+def _place(points: Sequence[float], value: float) -> tuple[int, float]:
+    """The interval that a value lies in, and where in it; beyond the ends the slope goes on."""
+    at = min(max(bisect_right(points, value) - 1, 0), len(points) - 2)
+    return at, (value - points[at]) / (points[at + 1] - points[at])
+
+
+def _repeated(rates: Rates, count: int) -> dict[str, np.ndarray]:
+    return {name: np.repeat(column[:1], count) for name, column in rates.items()}
+
+
+@dataclass(frozen=True)
+class PlayedRequests:
+    """What requests saw, arrays of one length.
+
+    Attributes:
+        ttft_s, latency_s: of each request.
+        tpot_s: of those with two output tokens or more.
+        preempted: caches that were dropped.
+        end_s: when the last request ended.
+    """
+
+    ttft_s: np.ndarray
+    tpot_s: np.ndarray
+    latency_s: np.ndarray
+    preempted: int
+    end_s: float
+
+    def percentiles(self, name: str) -> tuple[float, float]:
+        """Median and 99th percentile of "ttft_s", "tpot_s" or "latency_s"."""
+        values = getattr(self, name)
+        if not len(values):
+            return float("nan"), float("nan")
+        return float(np.percentile(values, 50)), float(np.percentile(values, 99))
+
+
+def play_requests(
+    plan: ServingPlans,
+    rates: Rates,
+    requests: RequestTrace,
+    *,
+    kv_tokens: float,
+    max_running: int,
+    engines: int = 1,
+    scheduler: str | dict[str, Any] = "continuous",
+) -> PlayedRequests:
+    """Play requests on equal engines that take turns, each with the real scheduler.
+
+    Args:
+        plan: one row: an engine; rates: its columns.
+        kv_tokens: that the caches of one engine hold.
+        max_running: requests in a batch of one engine.
+        scheduler: policy of the family "serve".
+
+    Raises:
+        JobError: `serve/request` for a request that no cache can hold.
+    """
+    longest = int((requests.prompt_tokens + requests.output_tokens).max())
+    prices = StepPrices(plan, rates, most_rows=max_running, longest=longest)
+    policy: React = build("serve", scheduler, "plan.serve")
+    step_tokens = int(rates["chunk_tokens"][0] * plan.attention_dp[0])
+    each = [
+        _play_engine(
+            policy, prices, requests.every(engines, first), kv_tokens, max_running, step_tokens
+        )
+        for first in range(min(engines, len(requests)))
+    ]
+    mean_prompt = np.atleast_1d(float(requests.prompt_tokens.mean()))
+    loads = Loads(prompt_tokens=mean_prompt, answer_tokens=mean_prompt, concurrency=mean_prompt)
+    outside_s = float(request_s(loads, rates)[0])
+    played = PlayedRequests(
+        ttft_s=np.concatenate([one.ttft_s for one in each]) + outside_s,
+        tpot_s=np.concatenate([one.tpot_s for one in each]),
+        latency_s=np.concatenate([one.latency_s for one in each]) + outside_s,
+        preempted=sum(one.preempted for one in each),
+        end_s=max(one.end_s for one in each),
+    )
+    if plan.pipeline[0] == 1:
+        return played
+    # stages work on several prompts at once, but a prompt passes all of them
+    passing_s = prices._prompt_s(int(mean_prompt[0])) * float(plan.pipeline[0] - 1)
+    return replace(played, ttft_s=played.ttft_s + passing_s, latency_s=played.latency_s + passing_s)
+
+
+def _play_engine(
+    policy: React,
+    prices: StepPrices,
+    requests: RequestTrace,
+    kv_tokens: float,
+    max_running: int,
+    step_tokens: int,
+) -> PlayedRequests:
+    columns = (requests.arrival_s, requests.prompt_tokens, requests.output_tokens)
+    asked = [
+        SimRequest(id=at, arrive_s=sent_s, prompt_len=prompt, max_new=output, num_new=output)
+        for at, (sent_s, prompt, output) in enumerate(zip(*(each.tolist() for each in columns)))
+    ]
+    engine = SimEngine(
+        asked,
+        num_blocks=int(kv_tokens // BLOCK_TOKENS),
+        max_running=max_running,
+        max_step_tokens=max(step_tokens, max_running),
+    )
+    cost = EngineCost(prices.batch_s)
+    world = SimWorld(Mesh(engine=1), cost, facts=engine.facts, outcomes=engine.outcomes)
+    world.post(*engine.arrivals())
+    drive(world, reacts=[policy])
+    first_s = np.asarray([engine.token_s[each.id][0] for each in asked])
+    last_s = np.asarray([engine.token_s[each.id][-1] for each in asked])
+    gaps = requests.output_tokens - 1
+    return PlayedRequests(
+        ttft_s=first_s - requests.arrival_s,
+        tpot_s=((last_s - first_s) / np.maximum(gaps, 1))[gaps > 0],
+        latency_s=last_s - requests.arrival_s,
+        preempted=engine.num_preempted,
+        end_s=float(last_s.max()),
+    )
