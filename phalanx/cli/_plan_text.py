@@ -7,12 +7,14 @@ from itertools import combinations
 
 from phalanx.cli.output import paragraph, table, write
 from phalanx.cost.training_plans import SCHEDULES
+from phalanx.errors import PlanError
 from phalanx.planner.answers import Answer
 from phalanx.planner.given import Given
 from phalanx.planner.largest import Largest
 from phalanx.planner.price import PricedJob
 from phalanx.planner.profile import DataProfile
 from phalanx.planner.sizes import Size
+from phalanx.planner.sizing import four_axes
 from phalanx.units import format_bytes, format_count, format_flops
 
 _GIBIBYTE = 2.0**30
@@ -273,6 +275,8 @@ def explain(priced: PricedJob) -> None:
             paragraph(each.source, indent=2, hang=2)
         for reason, count in each.illegal.items():
             write(f"  illegal, {count}: {reason}\n")
+        if priced.training.profile is None:
+            _show_sizing(each)
         for name, figure in each.asked.cluster.machine.figures().items():
             origin = f"{figure.kind}, {figure.source}, {figure.date}"
             paragraph(f"{name} = {figure.value:.4g}  ({origin})", indent=2, hang=2)
@@ -283,6 +287,25 @@ def explain(priced: PricedJob) -> None:
     for key, value, origin in priced.job.values():
         if origin != "default":
             paragraph(f"{key} = {value}  ({origin})", hang=2)
+
+
+def _show_sizing(each: Answer) -> None:
+    """What four inequalities say of the same question, without a search."""
+    training = each.training
+    try:
+        sized = four_axes(
+            training.shape,
+            each.asked.cluster,
+            step_tokens=training.batch_tokens,
+            seq_tokens=training.seq_tokens,
+        )
+    except PlanError as error:
+        paragraph(f"Llama 3's inequalities: {error}", indent=2, hang=2)
+        return
+    axes = f"t {sized.tensor}, c {sized.context}, p {sized.pipeline}, d {sized.data}"
+    paragraph(f"Llama 3's inequalities give {axes}:", indent=2, hang=2)
+    for reason in sized.reasons:
+        paragraph(reason, indent=4, hang=2)
 
 
 def duration(hours: Sequence[float]) -> str:

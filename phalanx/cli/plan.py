@@ -51,6 +51,8 @@ def plan(
     requests: opt.RequestFile = "",
     ttft: opt.FirstToken = "",
     tpot: opt.EachToken = "",
+    rl: opt.Rl = "",
+    measured: opt.Measured = "",
     json_file: JsonFile = "",
 ) -> None:
     """Plan a job: does it fit, how long, for how much; --section.key VALUE sets a key of the job.
@@ -64,6 +66,12 @@ def plan(
 
         words = serving | {"precision": precision, "software": software, "output": output}
         plan_serving(target or model, on, words, context.args, json_file)
+        return
+    if rl:
+        from phalanx.cli._plan_rl import plan_rl
+
+        words = {"precision": precision, "prompt": prompt, "answer": answer}
+        plan_rl(target or model, on, rl, words, context.args, explain, json_file)
         return
     for name, given in serving.items():
         if given:
@@ -83,6 +91,7 @@ def plan(
         base_bits=base_bits,
         expert_imbalance=expert_imbalance,
         software=software,
+        measured=measured,
     )
     job = asked.job()
     if is_simulated(job):

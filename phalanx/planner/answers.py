@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -112,6 +112,7 @@ class Answer:
         source: where the efficiencies come from.
         limit_bytes: what a rank may fill.
         limit_s, budget_usd: of the whole job (0: none).
+        ranked: all plans that fit, best first, unproven schedules left out.
         best: the plan to take; None when none fits.
         fastest: the one that the formula ranks first; another one where `best` cannot be told
             apart from it and runs.
@@ -132,6 +133,7 @@ class Answer:
     limit_bytes: float
     limit_s: float
     budget_usd: float
+    ranked: Iterable[PricedPlan]
     best: PricedPlan | None
     fastest: PricedPlan | None
     runnable: PricedPlan | None

@@ -4,15 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict
+from itertools import chain, islice
 from typing import Any
 
 from phalanx.cost.training_plans import TrainingPlans
-from phalanx.errors import JobError
+from phalanx.errors import JobError, PlanError
 from phalanx.plan import Plan, Pool, RoleProgram
 from phalanx.planner.answers import Answer, PricedPlan
 from phalanx.planner.emitters import Site, emit, plan_of
 from phalanx.planner.price import PricedJob
 from phalanx.report import Report
+
+_MOST_TRIED = 4000  # plans, of which only other kinds are written
+_WORDED = (
+    *("tensor", "pipeline", "context", "expert", "expert_tensor", "data", "shard", "zero"),
+    *("keeps_gathered", "virtual", "schedule", "context_kind", "sequence_parallel"),
+    *("recompute", "offload"),
+)
 
 
 def lockfile(priced: PricedJob, chosen: Answer) -> Plan:
@@ -54,18 +62,36 @@ def lockfile(priced: PricedJob, chosen: Answer) -> Plan:
     )
 
 
-def foreign_files(priced: PricedJob, chosen: Answer, target: str) -> Mapping[str, str]:
-    """The best plan of a cluster as files of another program: name -> text.
+def foreign_files(
+    priced: PricedJob, chosen: Answer, target: str
+) -> tuple[PricedPlan, Mapping[str, str]]:
+    """The best plan of a cluster that another program has words for, and its files: name -> text.
 
     Raises:
         JobError: `registry/unknown` for a target that is not known.
-        PlanError: `emit/impossible` for what the target cannot express.
+        PlanError: `emit/impossible` where it has words for none: what it says of the best.
     """
     assert chosen.best is not None
+    refused: PlanError | None = None
+    seen: set[tuple[float, ...]] = set()
+    for plan in islice(chain([chosen.best], chosen.ranked), _MOST_TRIED):
+        kind = tuple(plan.sized.row[name] for name in _WORDED)
+        if kind in seen:
+            continue
+        seen.add(kind)
+        try:
+            return plan, _emitted(priced, chosen, plan, target)
+        except PlanError as error:
+            refused = refused or error
+    assert refused is not None
+    raise refused
+
+
+def _emitted(priced: PricedJob, chosen: Answer, plan: PricedPlan, target: str) -> Mapping[str, str]:
     training, cluster = priced.training, chosen.asked.cluster
-    row: dict[str, Any] = dict(chosen.best.sized.row)
+    row: dict[str, Any] = dict(plan.sized.row)
     if training.profile is not None:
-        row["row_tokens"] = chosen.best.sized.row_limit
+        row["row_tokens"] = plan.sized.row_limit
         row["num_micro"] = max(1, round(row["num_micro"]))
     plans = TrainingPlans(
         **row,

@@ -8,6 +8,7 @@ published run are told beside, never taken.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -64,6 +65,7 @@ def answer(
         limit_bytes=limit,
         limit_s=limit_s,
         budget_usd=budget_usd,
+        ranked=found,
         best=found.best,
         fastest=found.fastest,
         runnable=found.runnable,
@@ -156,6 +158,13 @@ class _Ranked:
             times.low_s[at] <= times.total_s[first]
         )
         return within & (is_tight[at] == is_tight[first])
+
+    def __iter__(self) -> Iterator[PricedPlan]:
+        """The top plans, best first."""
+        for at in range(len(self.top)):
+            plan = self._at(self.top[at : at + 1])
+            assert plan is not None
+            yield plan
 
     def _at(self, indices: np.ndarray) -> PricedPlan | None:
         """The first of these plans."""

@@ -1,0 +1,87 @@
+"""Plans of other programs priced, and the best plan as files."""
+
+from dataclasses import replace
+
+import pytest
+
+from phalanx.errors import PhalanxError
+from phalanx.job import load_job
+from phalanx.planner.given import given_plan
+from phalanx.planner.importers import ForeignPlan
+from phalanx.planner.lockfile import foreign_files, lockfile
+from phalanx.planner.price import PricedJob, price_job
+from phalanx.planner.question import Question
+from phalanx.planner.search import answer
+from tests.planner.plan_cases import asked, training
+
+SHARDED = ForeignPlan(
+    kind="accelerate", method="full", zero=3, shard=-1, micro_rows=1, num_micro=2, row_tokens=512,
+    recompute="full",
+)  # fmt: skip
+
+
+def priced(**changes) -> PricedJob:
+    flags = {"model.name": "qwen3-8b", "train.method": "full", "train.steps": 10}
+    flags |= {"train.global_batch_tokens": 64 * 4096}
+    return price_job(load_job(None, flags | changes), Question(on="8xh100", seq_tokens=4096))
+
+
+def test_a_file_s_plan_is_priced_and_its_distance_to_the_best_is_told():
+    best = answer(training("full"), asked(4))
+    found = given_plan(SHARDED, best)
+    assert found.fits and found.plan.sized.row["shard"] == 4 and found.plan.sized.row["zero"] == 3
+    assert found.plan.total_s >= best.fastest.low_s
+    assert any("recomputation full ->" in change for change in found.changes)
+    table = found.to_dict()
+    assert table["step_s"] == found.plan.total_s and table["peak_bytes"] > 0
+
+
+def test_the_best_plan_given_as_a_file_needs_no_change():
+    best = answer(training("full"), asked(4), must_run=True)
+    row = best.best.sized.row
+    same = ForeignPlan(
+        kind="accelerate", method="full", tensor=int(row["tensor"]), zero=int(row["zero"]),
+        shard=int(row["shard"]), keeps_gathered=bool(row["keeps_gathered"]),
+        sequence_parallel=bool(row["sequence_parallel"]), micro_rows=1,
+        num_micro=int(row["num_micro"]), row_tokens=best.best.sized.row_limit,
+        recompute=best.best.sized.recompute,
+    )  # fmt: skip
+    wanted = [each for each in given_plan(same, best).changes if "tokens" not in each]
+    assert wanted == []
+
+
+def test_rows_that_are_not_packed_are_as_long_as_the_longest_of_a_micro_batch():
+    best = answer(training("full"), asked(4))
+    rows = {
+        packed: given_plan(replace(SHARDED, packed=packed, micro_rows=4), best).plan
+        for packed in (True, False)
+    }
+    assert rows[True].sized.row["row_tokens"] == 512
+    assert 80 <= rows[False].sized.row["row_tokens"] <= 220  # of 25 to 220 tokens
+
+
+def test_a_plan_that_cannot_be_laid_on_a_cluster_says_why():
+    found = given_plan(replace(SHARDED, tensor=3), answer(training("full"), asked(4)))
+    assert found.plan is None and not found.fits and "multiple" in found.changes[0]
+    assert found.to_dict()["fits"] is False
+
+
+def test_the_lockfile_holds_the_best_plan_that_runs():
+    found = priced()
+    lock = lockfile(found, found.best)
+    role = lock.programs["train"]
+    assert role.grid().size == 8 and role.built_specs()
+    assert role.batch["row_tokens"] == found.best.runnable.sized.row_limit
+    by_name = {row["quantity"]: row["value"] for row in lock.predictions}
+    assert by_name["training/step time"] == found.best.runnable.total_s
+
+
+def test_other_programs_get_the_best_plan_that_they_have_words_for():
+    found = priced()
+    plan, files = foreign_files(found, found.best, "trl")
+    assert plan.sized.row["tensor"] == plan.sized.row["pipeline"] == 1 and files
+    assert plan.total_s >= found.best.fastest.total_s
+    plan, files = foreign_files(found, found.best, "torchtitan")
+    assert len(files) == 1 and plan is found.best.best
+    with pytest.raises(PhalanxError, match="serve"):
+        foreign_files(found, found.best, "vllm")
