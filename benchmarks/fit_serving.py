@@ -1,6 +1,6 @@
 """Fits the coefficients of serving steps to published rows and judges them on groups left out.
 
-    python benchmarks/fit_serving.py [TABLE.csv] [--write]
+    python benchmarks/fit_serving.py [TABLE.csv] [--left-out] [--write]
 
 Logarithms of times are fitted by Gauss-Newton steps with weights that a gross outlier loses
 (Student's t); every coefficient and factor is pulled towards its start (`COEFFICIENTS`), so a kind
@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -254,6 +254,25 @@ def cross_validation(parts: Sequence[Sequence[Miss]]) -> dict[str, Any]:
     return {"folds": len(parts), "by": "whole groups", "classes": classes}
 
 
+def left_out(rows: Sequence[ServingRow], kind_of: Callable[[ServingRow], str]) -> dict[str, Any]:
+    """Errors of TPOT and TTFT on each kind with enough rows, by a fit without any row of it."""
+    rows = [row for row in rows if row.is_fitted]
+    found = {}
+    for kind, count in sorted(Counter(kind_of(row) for row in rows).items()):
+        if count < BAR_ROWS:
+            continue
+        without = fit([row for row in rows if kind_of(row) != kind])
+        misses = judged([row for row in rows if kind_of(row) == kind], without)
+        errors = {
+            metric: [abs(float(np.expm1(-miss))) for _, name, miss in misses if name == metric]
+            for metric in ("tpot_s", "ttft_s")
+        }
+        found[kind] = {"rows": count} | {
+            metric: float(np.median(values)) for metric, values in errors.items() if values
+        }
+    return found
+
+
 def report(title: str, misses: Sequence[Miss]) -> list[str]:
     """Median and 90th percentile of errors, and bias, by source and metric."""
     by: dict[tuple[str, str, str], list[float]] = defaultdict(list)
@@ -276,6 +295,7 @@ def main() -> None:
     parser.add_argument("table", nargs="?", default=str(seen_table("serving")))
     parser.add_argument("--write", action="store_true")
     parser.add_argument("--folds", type=int, default=5)
+    parser.add_argument("--left-out", action="store_true", help="also leave out whole kinds")
     arguments = parser.parse_args()
     rows = read_serving(arguments.table)
     efficiency = fit(rows)
@@ -284,6 +304,9 @@ def main() -> None:
     misses = [miss for part in parts for miss in part]
     print("\n".join(report(f"{arguments.folds} folds over whole groups", misses)))
     judgement = cross_validation(parts)
+    if arguments.left_out:
+        judgement["accelerator_left_out"] = left_out(rows, lambda row: row.machine.name)
+        judgement["software_left_out"] = left_out(rows, lambda row: row.software)
     print(json.dumps(_rounded(judgement), indent=1))
     efficiency = replace(efficiency, bars=bars_of(misses), cross_validation=judgement)
     for name, value in efficiency.values.items():

@@ -69,9 +69,12 @@ def precision_of(row: CsvRow) -> str:
     return next((name for word, name in _CHECKPOINTS if word in model), "bf16")
 
 
-def load_of(row: CsvRow) -> str:
-    """Who made the load: generators differ in how they start and in how many requests they send."""
-    source = row.get("source_id")
-    if source != "aiconfigurator_silicon":
-        return source
-    return "in-house sweep" if "in-house" in row.get("source") else "inferencex"
+def load_of(row: CsvRow, kind: str) -> str:
+    """Who made the load: generators differ in how they start and in how many requests they send.
+
+    The public InferenceX runs (ten waves of requests) and a vendor's own sweeps are told apart by
+    the words of the source; other loads are as their kind.
+    """
+    if "InferenceX" in row.get("source"):
+        return "inferencex"
+    return "vendor sweep" if "in-house sweep" in row.get("source") else kind

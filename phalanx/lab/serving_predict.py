@@ -113,10 +113,10 @@ def predict_serving(
 
 
 def tables_of(rows: Sequence[ServingRow]) -> list[ServingTable]:
-    """Complete rows, by kind of load."""
+    """Predictable rows, by kind of load."""
     places: dict[str, list[int]] = {}
     for at, row in enumerate(rows):
-        if not row.missing:
+        if row.is_predictable:
             places.setdefault(row.kind, []).append(at)
     return [_table(kind, at, [rows[place] for place in at]) for kind, at in places.items()]
 
@@ -180,7 +180,9 @@ def _column(values: Sequence[float]) -> np.ndarray:
 
 
 def _reason(row: ServingRow) -> str:
-    return f"insufficient input: {', '.join(row.missing)}" if row.missing else ""
+    if row.missing:
+        return f"insufficient input: {', '.join(row.missing)}"
+    return f"unknown {row.unknown}" if row.unknown else ""
 
 
 def regimes(row: ServingRow) -> tuple[str, str, str]:

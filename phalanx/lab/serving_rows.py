@@ -1,6 +1,6 @@
 """Published serving measurements as rows that can be predicted.
 
-The documented minimum inputs of a row: a known model and accelerator, how the engine cuts the model
+The documented minimum inputs of a row: a model and an accelerator, how the engine cuts the model
 (for separate prompt and answer engines, how many of each), the lengths of prompts and answers, and
 how much is asked of it: a concurrency, a static batch, a load without end, or a number of requests
 at a rate. `ServingRow.missing` names those that a row lacks.
@@ -69,7 +69,7 @@ class ServingRow:
         measured: by metric, those that are given or follow from given ones.
         statistic: of the latencies, as the source calls it.
         missing: minimum inputs that the row lacks.
-        is_fitted: complete, with a measurement that is no recollection.
+        is_fitted: predictable, with a measurement that is no recollection.
     """
 
     line: int
@@ -98,6 +98,18 @@ class ServingRow:
     row_class: str = "serving"
 
     @property
+    def unknown(self) -> str:
+        """What a complete row names that Phalanx does not know; such rows count as not covered."""
+        if self.shape is None:
+            return f"model {self.model}"
+        return f"accelerator {self.hardware}" if self.machine is None else ""
+
+    @property
+    def is_predictable(self) -> bool:
+        """Whether nothing is missing or unknown."""
+        return not (self.missing or self.unknown)
+
+    @property
     def devices(self) -> int:
         """All of them."""
         return self.degrees.devices + (self.prompt_degrees.devices if self.prompt_degrees else 0)
@@ -118,18 +130,18 @@ def _row(row: CsvRow) -> ServingRow:
     both = split_degrees(row) if is_split else None
     degrees = both[1] if both else aggregated_degrees(row)
     kind, concurrency = _load(row, is_split)
+    prompt, answer = (_at_least_one(row, f"{end}put_len_tokens") for end in ("in", "out"))
     given = {
-        "known model": shape is not None,
-        "known accelerator": machine is not None,
+        "model": bool(row.get("model")),
+        "hardware of one kind": _is_one_kind(row.get("hardware")),
         "workers of each kind" if is_split else "tp": (both if is_split else degrees) is not None,
-        "input_len_tokens": bool(row.number("input_len_tokens")),
-        "output_len_tokens": bool(row.number("output_len_tokens")),
+        "input_len_tokens": bool(prompt),
+        "output_len_tokens": bool(answer),
         LOAD_INPUTS: bool(kind),
         "tokens accepted per step": not _is_speculative(row),
     }
     missing = tuple(name for name, is_given in given.items() if not is_given)
     degrees = degrees or Degrees()
-    prompt, answer = row.number("input_len_tokens") or 0, row.number("output_len_tokens") or 0
     measured = _measured(row, answer)
     size = f"{degrees.devices}+{both[0].devices}" if both else str(degrees.devices)
     lengths = f"{prompt:g}+{answer:g}"
@@ -148,7 +160,7 @@ def _row(row: CsvRow) -> ServingRow:
         prompt_degrees=both[0] if both else None,
         precision=precision_of(row),
         software=software_of(row),
-        load=load_of(row),
+        load=load_of(row, kind),
         prompt_tokens=prompt,
         answer_tokens=answer,
         concurrency=concurrency,
@@ -157,17 +169,21 @@ def _row(row: CsvRow) -> ServingRow:
         measured=measured,
         statistic=row.get("latency_statistic"),
         missing=missing,
-        is_fitted=not missing and bool(measured) and "memory" not in row.get("source_check"),
+        is_fitted=not missing
+        and shape is not None
+        and machine is not None
+        and bool(measured)
+        and "memory" not in row.get("source_check"),
     )
 
 
 def _load(row: CsvRow, is_split: bool) -> tuple[str, float]:
     """Kind of load and requests in flight; no kind where the row does not say."""
     scenario = row.get("scenario").lower()
-    concurrency = row.number("concurrency") or 0.0
+    concurrency = _at_least_one(row, "concurrency")
     if "saturated" in scenario:
         return "saturated", concurrency
-    batch = row.number("batch_size") or 0.0
+    batch = _at_least_one(row, "batch_size")
     is_closed = "closed-loop" in row.get("latency_statistic") and not concurrency
     if is_closed and batch and not is_split:
         return "closed", batch * (row.count("attention_dp") or 1)
@@ -181,10 +197,21 @@ def _load(row: CsvRow, is_split: bool) -> tuple[str, float]:
     return "", 0.0
 
 
+def _at_least_one(row: CsvRow, column: str) -> float:
+    """A number of things; 0 where there is none, or less than one."""
+    value = row.number(column) or 0.0
+    return value if value >= 1.0 else 0.0
+
+
 def _named(text: str, pattern: str) -> float:
     """A number that a text names; 0 where it does not."""
     found = re.search(pattern, text)
     return float(found[1]) if found else 0.0
+
+
+def _is_one_kind(hardware: str) -> bool:
+    """Whether a text names one accelerator, not several kinds or a family of them."""
+    return bool(hardware) and not re.search(r"not stated|\(x\d+\).*\(x\d+\)", hardware)
 
 
 def _is_speculative(row: CsvRow) -> bool:

@@ -110,8 +110,9 @@ def test_a_latency_follows_from_first_and_other_tokens(tmp_path):
         ({"tp": ""}, "tp"),
         ({"concurrency": "", "batch_size": ""}, LOAD_INPUTS),
         ({"output_len_tokens": ""}, "output_len_tokens"),
-        ({"model": "Nobody/Knows-7B"}, "known model"),
-        ({"hardware": "Abacus"}, "known accelerator"),
+        ({"input_len_tokens": "0.5"}, "input_len_tokens"),
+        ({"hardware": "Huawei Ascend NPU (type not stated)"}, "hardware of one kind"),
+        ({"hardware": "AMD MI300X (x8), AMD MI325X (x8)"}, "hardware of one kind"),
         ({"mode": "disaggregated"}, "workers of each kind"),
         ({"notes": "draft acceptance 50 %"}, "tokens accepted per step"),
     ],
@@ -122,6 +123,18 @@ def test_a_row_without_minimum_inputs_says_which(tmp_path, lacks, missing):
     (prediction,) = predict_serving([row])
     assert not prediction.values
     assert prediction.reason == f"insufficient input: {missing}"
+
+
+@pytest.mark.parametrize(
+    ("names", "unknown"),
+    [({"model": "Nobody/Knows-7B"}, "model Nobody/Knows-7B"), ({"hardware": "Abacus"},
+     "accelerator Abacus")],
+)  # fmt: skip
+def test_what_phalanx_does_not_know_is_no_lack_of_the_row(tmp_path, names, unknown):
+    (row,) = read(tmp_path, names)
+    assert not row.missing
+    (prediction,) = predict_serving([row])
+    assert (dict(prediction.values), prediction.reason) == ({}, f"unknown {unknown}")
 
 
 def test_a_trace_at_a_rate_is_predicted_whether_or_not_the_engine_keeps_up(tmp_path):
@@ -142,8 +155,9 @@ def test_text_in_a_number_is_one_clear_error(tmp_path):
 def test_every_complete_row_is_predicted_inside_its_bars(seen, predicted):
     complete = [row for row in seen if not row.missing]
     assert len(complete) > 3000
+    assert sum(row.is_predictable for row in complete) > 0.99 * len(complete)
     for row, prediction in zip(seen, predicted, strict=True):
-        assert bool(row.missing) == (not prediction.values)
+        assert row.is_predictable == bool(prediction.values)
         for value, low, high in prediction.values.values():
             assert 0 < low <= value <= high < np.inf
 
