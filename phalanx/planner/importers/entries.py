@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -11,10 +12,10 @@ import yaml
 from phalanx.errors import JobError
 from phalanx.strict import parse_toml
 
-MOST_BYTES = 1 << 20
+MOST_BYTES = 1 << 18
 UNREADABLE, AMBIGUOUS = "foreign/unreadable", "foreign/ambiguous"
 BAD_VALUE = "foreign/value"
-_MOST_NODES, _DEEPEST, _MERGE = 20_000, 24, "<<"
+_MOST_NODES, _DEEPEST, _MOST_BRACKETS, _MERGE = 20_000, 24, 64, "<<"
 
 
 class Entry(NamedTuple):
@@ -67,6 +68,7 @@ def yaml_document(text: str, path: str) -> Document | None:
     Raises:
         JobError: `foreign/unreadable` with the line.
     """
+    _require_shallow(text, path)
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
         if not isinstance(node, yaml.MappingNode):
@@ -80,6 +82,16 @@ def yaml_document(text: str, path: str) -> Document | None:
     except RecursionError:
         raise unreadable(path, 0, "is nested too deeply") from None
     return Document(path, walk.entries)
+
+
+def _require_shallow(text: str, path: str) -> None:
+    """Brackets in brackets cost the reader of YAML the square of their depth."""
+    depth = 0
+    for match in re.finditer(r"[\[{]|[\]}]", text):
+        depth = max(0, depth + (1 if match[0] in "[{" else -1))
+        if depth > _MOST_BRACKETS:
+            line = text.count("\n", 0, match.start()) + 1
+            raise unreadable(path, line, "is nested too deeply")
 
 
 class _YamlWalk:

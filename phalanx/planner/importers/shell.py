@@ -20,6 +20,7 @@ _REFERENCE = re.compile(
     rf"\$\{{{_NAME}\}}|\$(?P<plain>[A-Za-z_]\w*|\d)|\$\(\((?P<sum>[\w\s$*+/()-]{{1,80}})\)\)"
 )
 _ASSIGNS, _OPENS = (re.compile(rf"[A-Za-z_]\w*\+?={end}") for end in ("", r"\("))
+_PLAIN = re.compile(r"[^\s\\'\"$#(){};|&]+")
 _KEYWORDS = {"if", "then", "else", "elif", "do", "fi", "done", "while", "for", "export", "exec"}
 _KEYWORDS |= {"time", "nohup", "sudo", "local", "declare", "readonly", "set", "{", "}"}
 
@@ -195,6 +196,8 @@ def _statements(text: str, path: str) -> Iterator[list[_Raw]]:
                 words = []
             continue
         words.append(token)
+        if len(words) > _MOST_WORDS:
+            raise unreadable(path, token.line, "has a command that is too long to be read")
         if not token.quoted and array_line and token.text == ")":
             array_line = 0
         elif not token.quoted and _OPENS.fullmatch(token.text):
@@ -228,8 +231,8 @@ class _Lexer:
             elif char == "#" and not self.is_open:
                 end = text.find("\n", self.at)
                 self.at = len(text) if end < 0 else end
-            elif char == "(" and _ASSIGNS.fullmatch(self.word):
-                self.word += "("
+            elif char == "(" and self._assigns():
+                self.parts.append("(")
                 yield from self._end()
                 self._skip(1)
             elif char.isspace() or char in ";|&)":
@@ -237,18 +240,26 @@ class _Lexer:
                 if char in "\n;|&)":
                     yield _Raw(")" if char == ")" else "\n", self.line, False, False)
                 self._skip(1)
-            else:
-                if char == "\\":
-                    self.at += 1
+            elif char == "\\":
+                self.at += 1
                 self._take(self.at + 1)
+            else:
+                plain = _PLAIN.match(text, self.at)
+                self._take(plain.end() if plain else self.at + 1)
         yield from self._end()
 
     def _begin(self) -> None:
-        self.word, self.start, self.is_open, self.quoted, self.literal = "", 0, False, False, False
+        self.parts, self.start, self.is_open = list[str](), 0, False
+        self.quoted, self.literal = False, False
+
+    def _assigns(self) -> bool:
+        """Whether the word so far is `NAME=`, so that a bracket opens an array."""
+        last = self.parts[-1] if self.parts else ""
+        return last.endswith("=") and bool(_ASSIGNS.fullmatch("".join(self.parts)))
 
     def _end(self) -> Iterator[_Raw]:
         if self.is_open:
-            yield _Raw(self.word, self.start, self.quoted, self.literal)
+            yield _Raw("".join(self.parts), self.start, self.quoted, self.literal)
         self._begin()
 
     def _skip(self, count: int) -> None:
@@ -259,7 +270,7 @@ class _Lexer:
         """What stands up to there belongs to the word."""
         self.start = self.start or self.line
         self.is_open = True
-        self.word += self.text[self.at : end]
+        self.parts.append(self.text[self.at : end])
         self._skip(end - self.at)
 
     def _quote(self) -> None:
@@ -269,9 +280,8 @@ class _Lexer:
         if not self.is_open:
             self.quoted, self.literal = True, quote == "'"
         self._skip(1)
-        before = len(self.word)
         self._take(end)
-        self.word = self.word[:before] + self.word[before:].replace("\\\n", "\n")
+        self.parts[-1] = self.parts[-1].replace("\\\n", "\n")
         self._skip(1)
 
 

@@ -28,7 +28,7 @@ def read_again(files, names):
 
 
 @pytest.mark.parametrize("target", PAIRS)
-@settings(max_examples=80)
+@settings(max_examples=50)
 @given(plan=training_plans())
 def test_every_training_plan_that_is_written_is_read_back_unchanged(target, plan, tmp_path_factory):
     names, lost = PAIRS[target]
@@ -45,7 +45,7 @@ def test_every_training_plan_that_is_written_is_read_back_unchanged(target, plan
     assert not [note for note in read.notes if note.kind == "unknown"]
 
 
-@settings(max_examples=80)
+@settings(max_examples=50)
 @given(plan=serving_plans())
 def test_every_server_that_is_written_is_read_back_unchanged(plan):
     try:
