@@ -100,3 +100,21 @@ FirstToken = Annotated[
 EachToken = Annotated[
     str, typer.Option("--tpot", metavar="TIME", help="Between tokens, for 99 of 100 requests.")
 ]
+# learning by reinforcement instead of from data
+Rl = Annotated[
+    str,
+    typer.Option(
+        "--rl",
+        metavar="WORK",
+        help="A step of reinforcement learning: prompts=512,samples=16,prompt=200,answer=5700.",
+    ),
+]
+# what was measured
+Measured = Annotated[
+    str,
+    typer.Option(
+        "--measured",
+        metavar="RUNS",
+        help="Correct prices by these run folders or files of `lab remember`; 'all': by all kept.",
+    ),
+]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import typer
@@ -12,26 +13,42 @@ from phalanx.units import format_count
 
 if TYPE_CHECKING:
     from phalanx.cost.model_shape import ModelShape
-    from phalanx.job import Job
     from phalanx.planner.rl_plan import RlAnswer, RlPlan
     from phalanx.planner.rl_words import RlAsked
 
 _HEADER = ("cluster", "pools", "step", "cost", "tokens/s/device", "bound by")
 
 
-def plan_rl(job: Job, on: str, rl: str, precision: str, explain: bool, json_file: str) -> None:
+def plan_rl(
+    model_name: str,
+    on: str,
+    rl: str,
+    words: Mapping[str, str],
+    arguments: Sequence[str],
+    explain: bool,
+    json_file: str,
+) -> None:
     """Price a step on each cluster; exit 1 where none holds the model in both roles.
+
+    Args:
+        rl: what a step has to do; words: "precision", and "prompt" and "answer", which may stand
+            in `rl` too.
+        arguments: dotted flags of the job.
 
     Raises:
         JobError: from `rl_asked`, `asked_clusters`, `priced_model`.
     """
+    from phalanx.cli._plan_ask import Asked
     from phalanx.cost.model_shape import shape_of
     from phalanx.planner.clusters import asked_clusters
     from phalanx.planner.models import priced_model
     from phalanx.planner.rl_plan import rl_answer
     from phalanx.planner.rl_words import rl_asked
 
-    asked, clusters = rl_asked(rl), asked_clusters(on or job.plan.on)
+    job = Asked(model_name, "", "", on, arguments).job()
+    given = [f"{name}={words[name]}" for name in ("prompt", "answer") if words.get(name)]
+    asked, clusters = rl_asked(",".join([rl, *given])), asked_clusters(on or job.plan.on)
+    precision = words.get("precision") or "bf16"
     model = priced_model(job)
     shape = shape_of(model.config) if model.config is not None else model.shape
     assert shape is not None

@@ -36,8 +36,10 @@ def corrected(each: Answer, runs: Sequence[MeasuredRun]) -> tuple[Answer, str]:
     if found is None:
         rule = "no measured run of such devices, this software, method and dtype: not corrected"
         return each, f"{name}: {rule}"
-    plans = ("best", "fastest", "runnable", "unproven")
-    changed: dict[str, Any] = {name: _plan(getattr(each, name), found) for name in plans}
+    names = ("best", "fastest", "runnable", "unproven")
+    plans = {id(plan): plan for plan in (getattr(each, name) for name in names) if plan}
+    new = {key: _plan(plan, found) for key, plan in plans.items()}  # what is one stays one
+    changed: dict[str, Any] = {name: new.get(id(getattr(each, name))) for name in names}
     scaled = replace(
         each,
         **changed,
@@ -47,9 +49,7 @@ def corrected(each: Answer, runs: Sequence[MeasuredRun]) -> tuple[Answer, str]:
     return scaled, f"{name}: {found.describe()}"
 
 
-def _plan(plan: PricedPlan | None, found: Correction) -> PricedPlan | None:
-    if plan is None:
-        return None
+def _plan(plan: PricedPlan, found: Correction) -> PricedPlan:
     bar = found.step_s(plan.total_s)
     parts = {name: seconds * found.factor.value for name, seconds in plan.parts.items()}
     return replace(plan, parts=parts, low_s=bar.low, high_s=bar.high)

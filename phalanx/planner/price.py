@@ -26,6 +26,7 @@ from phalanx.models.spec import (
 )
 from phalanx.planner.answers import Answer
 from phalanx.planner.clusters import AskedCluster, asked_clusters
+from phalanx.planner.corrected import corrected, measured_runs
 from phalanx.planner.given import Given, given_plan
 from phalanx.planner.largest import Largest, largest_of
 from phalanx.planner.models import PricedModel, priced_model
@@ -198,11 +199,15 @@ def price_job(job: Job, question: Question | None = None) -> PricedJob:
         "limit_s": job.limits.time_s,
         "budget_usd": asks.budget_usd,
     }
-    answers = []
+    answers: Sequence[Answer] = []
     for asked in clusters:
         chosen, note = _with_mesh(training, job, asked)
         notes += [note] if note else []
-        answers.append(answer(chosen, asked, **options))
+        answers = [*answers, answer(chosen, asked, **options)]
+    if asks.measured:
+        runs = measured_runs(asks.measured)
+        answers, told = zip(*(corrected(each, runs) for each in answers), strict=True)
+        notes += told
     nearest: list[Nearest] = []
     if not any(each.fits for each in answers):
         closest = min(answers, key=_missing_frac)

@@ -31,6 +31,7 @@ class Question:
         largest: one of `LARGEST`, or "".
         precision, base_bits, expert_imbalance, software: as in `planner.training.Training`.
         foreign: what another program's configuration says.
+        measured: runs that correct prices, as `planner.corrected.measured_runs` reads them.
     """
 
     on: str = ""
@@ -45,6 +46,7 @@ class Question:
     expert_imbalance: float = 1.0
     software: str = ""
     foreign: ForeignPlan | None = None
+    measured: str = ""
 
     def __post_init__(self) -> None:
         self._require("--budget", self.budget_usd, 0.0)

@@ -57,7 +57,8 @@ class RlPlan:
 
     def describe(self) -> str:
         """In a line."""
-        engines = f"{self.num_engines} engines of {self.serving_tensor}"
+        plural = "" if self.num_engines == 1 else "s"
+        engines = f"{self.num_engines} engine{plural} of {self.serving_tensor}"
         if self.step.is_colocated:
             return f"one pool: {engines}, then {self.training.sized.describe()}"
         return (

@@ -33,6 +33,7 @@ def test_every_plan_of_the_answer_takes_so_much_longer_and_the_source_says_why()
         assert after.total_s == pytest.approx(1.5 * before.total_s)
         assert after.low_s < after.total_s < after.high_s
         assert after.sized == before.sized
+    assert (found.best is found.runnable) == (plain.best is plain.runnable)
     assert found.hours[0] == pytest.approx(1.5 * plain.hours[0])
     assert note == f"2xh100: {note.split(': ', 1)[1]}" and "measured 1 run: x1.50" in note
     assert found.source.startswith(plain.source) and "x1.50" in found.source

@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.cli._plan_ask import Asked
 from phalanx.cli._plan_rl import plan_rl
 from phalanx.errors import JobError, PhalanxError
 from phalanx.models.known import known_shape
@@ -85,13 +84,13 @@ def test_longer_answers_take_longer_and_a_model_that_is_too_large_has_no_plan():
 
 def test_the_command_prints_both_ways_and_says_what_does_not_fit(capsys, tmp_path):
     path = tmp_path / "out.json"
-    job = Asked("llama-3.1-8b", "", "", "", []).job()
-    plan_rl(job, "8xh100,1xl40s", WORDS, "bf16", True, "")
+    plan_rl("llama-3.1-8b", "8xh100,1xl40s", WORDS, {}, [], True, "")
     text = capsys.readouterr().out
     for words in ("1, on policy", "2, 1 behind", "does not fit", "log-probabilities"):
         assert words in text
     assert "median error of rows left out" in text and "SkyPilot" in text
-    plan_rl(job, "8xh100", WORDS, "bf16", False, str(path))
+    words = {"prompt": "200", "answer": "1000", "precision": "fp8"}
+    plan_rl("llama-3.1-8b", "8xh100", "prompts=64,samples=4", words, [], False, str(path))
     table = json.loads(path.read_text())
     assert table["kind"] == "plan-rl" and table["clusters"][0]["plans"][0]["step_s"][0] > 0
 
@@ -99,4 +98,4 @@ def test_the_command_prints_both_ways_and_says_what_does_not_fit(capsys, tmp_pat
 def test_without_a_cluster_this_machine_is_meant_which_has_to_be_measured(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(JobError, match="lab calibrate"):
-        plan_rl(Asked("llama-3.1-8b", "", "", "", []).job(), "", WORDS, "bf16", False, "")
+        plan_rl("llama-3.1-8b", "", WORDS, {}, [], False, "")
