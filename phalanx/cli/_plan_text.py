@@ -135,7 +135,7 @@ def _show_plans(each: Answer) -> None:
             indent=2,
             hang=2,
         )
-    if runnable is not best:
+    if runnable is not best and each.training.config is not None:
         words = "no plan that fits"
         if runnable is not None:
             more = runnable.total_s / best.total_s

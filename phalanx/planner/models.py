@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from phalanx.cost.model_shape import ModelShape
+from phalanx.errors import PhalanxError
 from phalanx.job import Job
-from phalanx.models.config import DecoderConfig
-from phalanx.models.known import known_shape
+from phalanx.models.config import DecoderConfig, parse_config
+from phalanx.models.known import known_models, known_shape
 from phalanx.models.named import is_here, named_model
 from phalanx.models.source import model_source
 
@@ -23,6 +24,7 @@ class PricedModel:
         shape: of those; None where there is a config.
         source: where the sizes come from.
         tokenizer_folder: with the model's own tokenizer.json; None where it is not here.
+        most_tokens: positions that the model was made for; 0: not known.
     """
 
     name: str
@@ -30,13 +32,7 @@ class PricedModel:
     shape: ModelShape | None
     source: str
     tokenizer_folder: Path | None = None
-
-    @property
-    def most_tokens(self) -> int:
-        """Positions that the model was made for; 0: not known."""
-        if self.config is not None:
-            return self.config.max_positions
-        return self.shape.learned_positions if self.shape is not None else 0
+    most_tokens: int = 0
 
 
 def priced_model(job: Job) -> PricedModel:
@@ -54,9 +50,10 @@ def priced_model(job: Job) -> PricedModel:
             shape=None,
             source="the job",
             tokenizer_folder=source.tokenizer_folder,
+            most_tokens=source.config.max_positions,
         )
     if not is_here(name) and (shape := known_shape(name)) is not None:
-        return PricedModel(name=name, config=None, shape=shape, source=shape.source)
+        return _known(name, shape)
     named = named_model(name, _log)
     return PricedModel(
         name=named.name,
@@ -64,6 +61,23 @@ def priced_model(job: Job) -> PricedModel:
         shape=None,
         source=named.source,
         tokenizer_folder=named.tokenizer_folder,
+        most_tokens=named.config.max_positions,
+    )
+
+
+def _known(name: str, shape: ModelShape) -> PricedModel:
+    """A model of the tables, with a config where the decoder computes its family."""
+    keys = next((dict(m.config) for m in known_models() if m.names[0] == shape.name), {})
+    try:
+        config = parse_config(keys, name)
+    except PhalanxError:  # another architecture: it is priced by its shape
+        config = None
+    return PricedModel(
+        name=name,
+        config=config,
+        shape=shape if config is None else None,
+        source=shape.source,
+        most_tokens=int(keys.get("max_position_embeddings", 0)),
     )
 
 
