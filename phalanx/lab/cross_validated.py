@@ -7,7 +7,7 @@ scripts therefore also judge every group of rows by a fit that has not seen it, 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.resources import files
 from typing import Any, NamedTuple
 
@@ -27,6 +27,14 @@ class FoldScore(NamedTuple):
 def fold_scores() -> list[FoldScore]:
     """All that is kept; a file without such a record gives none."""
     return [score for name in _FILES for score in _of_file(name)]
+
+
+def unseen_figure(scores: Sequence[FoldScore], name: str, figure: str) -> float:
+    """One figure of a class, NaN where it is not kept; a median is that over sources, if kept."""
+    found = next((score.figures for score in scores if score.name == name), {})
+    if figure == "median" and "macro" in found:
+        return found["macro"]
+    return found.get(figure, float("nan"))
 
 
 def _of_file(name: str) -> Iterator[FoldScore]:

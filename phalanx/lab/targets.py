@@ -102,8 +102,16 @@ TARGETS: Sequence[Target] = (
         fold=("nanotron", "spearman"),
         is_share=False,
     ),
-    Target(*("nanotron grid: out-of-memory precision", 0.9, 1), _call("precision", "nanotron_")),
-    Target(*("nanotron grid: out-of-memory recall", 0.9, 1), _call("recall", "nanotron_")),
+    Target(
+        *("nanotron grid: out-of-memory precision", 0.9, 1),
+        _call("precision", "nanotron_"),
+        fold=("memory", "oom_precision"),
+    ),
+    Target(
+        *("nanotron grid: out-of-memory recall", 0.9, 1),
+        _call("recall", "nanotron_"),
+        fold=("memory", "oom_recall"),
+    ),
     Target(
         *("peak memory, median error", 0, 0.06),
         _median("memory_bytes"),

@@ -2,7 +2,7 @@
 
 import pytest
 
-from phalanx.lab.cross_validated import fold_scores
+from phalanx.lab.cross_validated import fold_scores, unseen_figure
 from phalanx.lab.csv_rows import seen_table
 from phalanx.lab.missed import REASONS
 from phalanx.lab.rl_rows import read_rl
@@ -43,10 +43,10 @@ def test_bars_hold_for_about_the_share_that_they_promise(found):
 
 
 def test_what_misses_a_target_is_explained(found):
-    folds = {score.name: score.figures for score in fold_scores()}
+    folds = fold_scores()
     missed = set()
     for target in TARGETS:
-        unseen = folds.get(target.fold[0], {}).get(target.fold[1], float("nan"))
+        unseen = unseen_figure(folds, *target.fold)
         if target.is_met(unseen if unseen == unseen else target.of(found)) is False:
             missed.add(target.name)
     assert missed == set(REASONS)
