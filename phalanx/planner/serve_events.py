@@ -12,23 +12,33 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import ceil
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
-from phalanx.cost.serving import Batch, EngineCost
 from phalanx.cost.serving_plans import ServingPlans
 from phalanx.cost.serving_steady import Loads, request_s
 from phalanx.cost.serving_step import Rates, decode_s, prefill_s
-from phalanx.drive import drive
-from phalanx.mesh import Mesh
 from phalanx.planner.request_trace import RequestTrace
 from phalanx.policy import React
 from phalanx.registry import build
-from phalanx.worlds.sim import SimWorld
-from phalanx.worlds.sim_serving import BLOCK_TOKENS, SimEngine, SimRequest
+from phalanx.worlds.sim_serving import BLOCK_TOKENS, SimEngine, SimRequest, play_engine
 
 _CONTEXTS, _PROMPTS = 12, 40  # places of the tables
+
+
+class Columns(Protocol):
+    """What a price depends on: the rows of a step, as `BatchPlan` has them."""
+
+    @property
+    def query_len(self) -> Sequence[int]:
+        """Tokens computed for each."""
+        ...
+
+    @property
+    def kv_len(self) -> Sequence[int]:
+        """Tokens cached before."""
+        ...
 
 
 class StepPrices:
@@ -58,19 +68,20 @@ class StepPrices:
         self._whole_s = (whole * rates["prefill_level"][0] / at_once).tolist()
         self._stall = float(rates["stall"][0])
 
-    def batch_s(self, batch: Batch) -> float:
+    def batch_s(self, batch: Columns) -> float:
         """Seconds of a step of the scheduler."""
-        decoding, context, prompts_s = 0, 0, 0.0
-        for _, query_len, kv_len in batch.rows():
-            if query_len == 1 and kv_len:
-                decoding, context = decoding + 1, context + kv_len
-            else:
-                before_s = self._prompt_s(kv_len) if kv_len else self._whole_s[0]
-                prompts_s = prompts_s or self._whole_s[0]  # all prompts of a step share its starts
-                prompts_s += self._prompt_s(kv_len + query_len) - before_s
+        query_len, kv_len = np.asarray(batch.query_len), np.asarray(batch.kv_len)
+        decodes = (query_len == 1) & (kv_len > 0)
+        decoding, prompts_s = int(np.count_nonzero(decodes)), 0.0
+        for at in np.flatnonzero(~decodes).tolist():
+            before, after = batch.kv_len[at], batch.kv_len[at] + batch.query_len[at]
+            before_s = self.prompt_s(before) if before else self._whole_s[0]
+            prompts_s = prompts_s or self._whole_s[0]  # all prompts of a step share its starts
+            prompts_s += self.prompt_s(after) - before_s
         if not decoding:
             return prompts_s
-        return self._decode_s(decoding, context / decoding) + self._stall * prompts_s
+        context = float(kv_len[decodes].sum()) / decoding
+        return self._decode_s(decoding, context) + self._stall * prompts_s
 
     def _decode_s(self, decoding: int, context: float) -> float:
         at, share = _place(self._rows, max(1.0, decoding / self._replicas))
@@ -79,7 +90,8 @@ class StepPrices:
         high = self._decode[at + 1][to] * (1 - part) + self._decode[at + 1][to + 1] * part
         return low * (1 - share) + high * share
 
-    def _prompt_s(self, tokens: int) -> float:
+    def prompt_s(self, tokens: int) -> float:
+        """Of the engine's time for a whole prompt."""
         at, share = _place(self._prompts, tokens)
         return self._whole_s[at] * (1 - share) + self._whole_s[at + 1] * share
 
@@ -168,7 +180,7 @@ def play_requests(
     if plan.pipeline[0] == 1:
         return played
     # stages work on several prompts at once, but a prompt passes all of them
-    passing_s = prices._prompt_s(int(mean_prompt[0])) * float(plan.pipeline[0] - 1)
+    passing_s = prices.prompt_s(int(mean_prompt[0])) * float(plan.pipeline[0] - 1)
     return replace(played, ttft_s=played.ttft_s + passing_s, latency_s=played.latency_s + passing_s)
 
 
@@ -191,10 +203,7 @@ def _play_engine(
         max_running=max_running,
         max_step_tokens=max(step_tokens, max_running),
     )
-    cost = EngineCost(prices.batch_s)
-    world = SimWorld(Mesh(engine=1), cost, facts=engine.facts, outcomes=engine.outcomes)
-    world.post(*engine.arrivals())
-    drive(world, reacts=[policy])
+    play_engine(engine, policy, prices.batch_s)
     first_s = np.asarray([engine.token_s[each.id][0] for each in asked])
     last_s = np.asarray([engine.token_s[each.id][-1] for each in asked])
     gaps = requests.output_tokens - 1

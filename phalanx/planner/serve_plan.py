@@ -29,8 +29,8 @@ from phalanx.planner.serve_space import EngineSpace, engine_space
 
 MAX_BATCH = 1024  # requests of one attention replica, as engines limit them
 _MANY = 1e6  # requests in flight beyond which nothing gets faster
-_PROBES = 6  # of the search for a rate whose 99th percentiles hold
-_LEAST_PLAYED, _MOST_PLAYED = 400, 1200  # drawn requests
+_PROBES = 4  # of the search for a rate whose 99th percentiles hold
+_LEAST_PLAYED, _MOST_PLAYED = 300, 1000  # drawn requests
 _PER_IN_FLIGHT = 3  # drawn requests for each that is in flight: a steady state is reached
 _NEAR = 3
 _COMFORTABLE = 0.8  # of what can be served: shown where nothing is asked or promised
@@ -126,7 +126,7 @@ class ServeAnswer:
         played: requests against the best engines: of the trace, or at the rate (the highest that
             keeps the promises, where none is asked).
         played_per_s: their rate; kept_per_s: the highest whose 99th percentiles keep the promises
-            (0: none does; None: nothing was promised).
+            (0: none does; None: nothing was promised); in_time: whether what was played did.
         source: where coefficients come from.
     """
 
@@ -139,14 +139,13 @@ class ServeAnswer:
     played: PlayedRequests | None = None
     played_per_s: float = 0.0
     kept_per_s: float | None = None
+    in_time: bool = True
     source: Sequence[str] = ()
 
     @property
     def fits(self) -> bool:
         """Whether it serves what is asked within the promises."""
-        if self.best is None or not self.best.keeps:
-            return False
-        return self.kept_per_s is None or self.kept_per_s > 0
+        return self.best is not None and self.best.keeps and self.in_time
 
     @property
     def usd_per_million_output(self) -> float:
@@ -162,11 +161,16 @@ class ServeAnswer:
         return cluster.num_devices * cluster.machine.usd_per_h
 
 
-def serve_answer(shape: ModelShape, asked: AskedCluster, question: ServeQuestion) -> ServeAnswer:
+def serve_answer(
+    shape: ModelShape, asked: AskedCluster, question: ServeQuestion, *, plays: bool = True
+) -> ServeAnswer:
     """Price all engines that a cluster could be cut into, and play the best.
 
     The best serves most requests a second within the promises; of equals the one with the shortest
     mean latency.
+
+    Args:
+        plays: play requests too; without, formulas alone decide.
     """
     space = engine_space(shape, asked.cluster)
     plans = _plans(shape, asked.cluster, space, question)
@@ -189,7 +193,7 @@ def serve_answer(shape: ModelShape, asked: AskedCluster, question: ServeQuestion
     best, row = _best(plans.take(fits), _of(space, fits), loads.take(fits), room[fits], question)
     source = serving_efficiency().describe(row)
     answer = ServeAnswer(best=best, source=source, **counts)
-    return _played(answer, row, question)
+    return _played(answer, row, question) if plays else answer
 
 
 def _plans(
@@ -281,7 +285,7 @@ def _engines(
 
 
 def _bar(name: str, value: float) -> Bar:
-    low, high = serving_efficiency().bar(name, "")
+    low, high = serving_efficiency().bar(name, "closed vllm", "closed", "all")
     return Bar(value, value * low, value * high)
 
 
@@ -292,25 +296,19 @@ def _played(answer: ServeAnswer, row: ServingPlans, question: ServeQuestion) -> 
     """With percentiles of the trace, or of Poisson arrivals."""
     best = answer.best
     assert best is not None
-    promises = question.promises
-    if question.requests is not None:
-        played = _play(row, best, question.requests)
-        rate_per_s = question.asked_per_s
-        kept = (rate_per_s or best.loaded) if _keeps(played, question) else 0.0
-    elif question.rate_per_s:
-        rate_per_s = question.rate_per_s
-        played = _play(row, best, _arrivals(best, question, rate_per_s))
-        kept = _highest(row, best, question) if promises else 0.0
-        kept = kept if _keeps(played, question) or not promises else 0.0
-    else:
-        kept = rate_per_s = _highest(row, best, question) if promises else best.loaded
-        played = _play(row, best, _arrivals(best, question, max(rate_per_s, 1e-3)))
+    kept = _highest(row, best, question) if question.promises else None
+    asked = question.asked_per_s
+    rate_per_s = asked or (best.loaded if kept is None else kept)
+    requests = question.requests or _arrivals(best, question, max(rate_per_s, 1e-3))
+    played = _play(row, best, requests)
+    in_time = _keeps(played, question) and rate_per_s > 0
     return replace(
         answer,
-        best=replace(best, loaded=rate_per_s) if rate_per_s and not question.asked_per_s else best,
+        best=best if asked else replace(best, loaded=rate_per_s),
         played=played,
         played_per_s=rate_per_s,
-        kept_per_s=kept if promises else None,
+        kept_per_s=kept,
+        in_time=in_time,
     )
 
 
@@ -383,4 +381,6 @@ def nearest_that_serve(
 
 
 def _serves(shape: ModelShape, asked: AskedCluster, question: ServeQuestion) -> bool:
-    return serve_answer(shape, asked, question).fits
+    """By the formulas alone."""
+    answer = serve_answer(shape, asked, question, plays=False)
+    return answer.fits

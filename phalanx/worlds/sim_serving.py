@@ -4,6 +4,8 @@ engine = SimEngine(requests, num_blocks=8, max_running=3, max_step_tokens=16)
 world = SimWorld(mesh, cost, facts=engine.facts, outcomes=engine.outcomes)
 world.post(*engine.arrivals())
 drive(world, reacts=[policy])
+
+`play_engine` plays one engine without a world around it: the same decisions and moments, no trace.
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ from typing import Any
 
 from phalanx.action import Action, Compute
 from phalanx.errors import PlanError
-from phalanx.policy import Event
+from phalanx.mesh import Mesh
+from phalanx.policy import Event, React, View
 
 BLOCK_TOKENS = 16
 
@@ -137,3 +140,34 @@ class SimEngine:
     def _give_back(self, live: _Live) -> None:
         self._num_held -= -(-live.num_cached // BLOCK_TOKENS)
         live.num_cached = 0
+
+
+def play_engine(engine: SimEngine, policy: React, batch_s: Callable[[Any], float]) -> None:
+    """Let a policy drive an engine until nothing is left to do; the engine holds what happened.
+
+    Args:
+        engine: with all its requests still to come.
+        policy: of the family "serve".
+        batch_s: seconds of a batch plan.
+    """
+    waiting = sorted(engine.arrivals(), key=lambda event: event.time_s)[::-1]
+    view = View(mesh=Mesh(engine=1), members=(0,), facts=engine.facts)
+    state = policy.start(view)
+    events: list[Event] = [Event(kind="start", time_s=0.0)]
+    outcome = engine.outcomes["engine.step"]
+    while True:
+        actions = policy.on(state, events, view)
+        if actions:
+            (action,) = actions
+            assert isinstance(action, Compute)
+            view.now_s += batch_s(action.batch)
+        elif waiting:
+            view.now_s = max(view.now_s, waiting[-1].time_s)
+        else:
+            return
+        events = []
+        while waiting and waiting[-1].time_s <= view.now_s:
+            events.append(waiting.pop())
+        if actions:
+            done = Event(kind="done", time_s=view.now_s, label=action.label)
+            events += outcome(action, done)
