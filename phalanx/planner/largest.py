@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 
 from phalanx.planner.answers import Answer, SizedPlan
+from phalanx.planner.models import UNKNOWN_POSITIONS
 from phalanx.planner.sized import SizedPlans, sized_plans
 from phalanx.planner.training import Training
 
 _SHORTEST = 1024
-_LONGEST = 1 << 24
 _PARTS = 8  # of a doubling, in which the limit is told
 
 
@@ -74,11 +74,12 @@ def _micro_batch(asked: Answer) -> Largest:
 def _context(asked: Answer) -> Largest:
     """Rows doubled until nothing fits, then the last doubling in parts."""
     training = asked.training
-    most = training.config.max_positions if training.config is not None else _LONGEST
+    most = training.config.max_positions if training.config is not None else UNKNOWN_POSITIONS
     (tokens, plan), (run_tokens, run_plan) = (
         _longest(asked, most, only_runnable=only) for only in (False, True)
     )
-    note = f"the model has positions for {most:,} tokens" if tokens == most else ""
+    is_limit = tokens == most < UNKNOWN_POSITIONS
+    note = f"the model has positions for {most:,} tokens" if is_limit else ""
     return Largest("context", asked, tokens, plan, run_tokens, run_plan, note)
 
 

@@ -14,6 +14,8 @@ from phalanx.models.known import known_models, known_shape
 from phalanx.models.named import is_here, named_model
 from phalanx.models.source import model_source
 
+UNKNOWN_POSITIONS = 1 << 24  # where nothing is known of a model's context, it limits nothing
+
 
 @dataclass(frozen=True, kw_only=True)
 class PricedModel:
@@ -68,8 +70,9 @@ def priced_model(job: Job) -> PricedModel:
 def _known(name: str, shape: ModelShape) -> PricedModel:
     """A model of the tables, with a config where the decoder computes its family."""
     keys = next((dict(m.config) for m in known_models() if m.names[0] == shape.name), {})
+    unlimited = {"max_position_embeddings": UNKNOWN_POSITIONS}
     try:
-        config = parse_config(keys, name)
+        config = parse_config(unlimited | keys, name)
     except PhalanxError:  # another architecture: it is priced by its shape
         config = None
     return PricedModel(

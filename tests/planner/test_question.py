@@ -7,8 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.errors import JobError, PhalanxError
+from phalanx.job import load_job
 from phalanx.models.named import named_model
 from phalanx.planner.largest import largest_of
+from phalanx.planner.models import priced_model
 from phalanx.planner.question import Question, dollars_of, row_count, total_count
 from phalanx.planner.search import answer
 from phalanx.planner.sized import sized_plans
@@ -132,3 +134,17 @@ def test_the_largest_micro_batch_fits_and_is_one_that_was_listed():
 def test_nothing_fits_a_rank_without_memory():
     found = largest_of("micro-batch", answer(pretraining(), asked(8), limit_bytes=1e6))
     assert (found.tokens, found.plan, found.runnable_tokens) == (0, None, 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "is_computed", "most_tokens"),
+    [
+        ("qwen3-8b", True, 40_960),
+        ("meta-llama/Llama-2-7b-hf", True, 0),  # its table has no context
+        ("deepseek-ai/DeepSeek-V3", False, 0),
+    ],
+)
+def test_models_are_priced_by_what_is_known_of_them(name, is_computed, most_tokens):
+    model = priced_model(load_job(None, {"model.name": name}))
+    assert (model.config is not None) == is_computed and model.most_tokens == most_tokens
+    assert (model.shape is None) == is_computed and model.source
