@@ -1,10 +1,11 @@
 """Fits the coefficients of serving steps to published rows and judges them on groups left out.
 
-    python benchmarks/fit_serving.py [TABLE.csv] [--left-out] [--write]
+    python benchmarks/fit_serving.py [TABLE.csv] [--write]
 
 Logarithms of times are fitted by Gauss-Newton steps with weights that a gross outlier loses
 (Student's t); every coefficient and factor is pulled towards its start (`COEFFICIENTS`), so a kind
-with few rows stays near the value for all. Bars are percentiles of what the folds were off.
+with few rows stays near the value for all. Bars are percentiles of what the folds were off; of
+accelerators and engine versions without rows, of what fits were off that had left one out.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from phalanx.cost.serving_efficiency import COEFFICIENTS, FACTORS, ServingEfficiency
+from phalanx.cost.serving_efficiency import COEFFICIENTS, FACTORS, UNSEEN, ServingEfficiency
 from phalanx.lab.csv_rows import seen_table
 from phalanx.lab.folds import folds
 from phalanx.lab.serving_predict import ServingTable, regimes, tables_of
@@ -32,6 +33,10 @@ SCATTER = {  # of the logarithm of a measurement about its formula, beyond which
     "output_tokens_per_s_per_device": 0.12,
 }
 ROUNDS, STEP, LEAST_ROWS, BAR_ROWS = 8, 1e-4, 4, 60
+KINDS_LEFT_OUT: Mapping[str, Callable[[ServingRow], str]] = {
+    "accelerator": lambda row: row.machine.name if row.machine else "",
+    "software": lambda row: row.software,
+}
 OUT = Path("phalanx/cost/serving_efficiency.json")
 
 
@@ -254,23 +259,29 @@ def cross_validation(parts: Sequence[Sequence[Miss]]) -> dict[str, Any]:
     return {"folds": len(parts), "by": "whole groups", "classes": classes}
 
 
-def left_out(rows: Sequence[ServingRow], kind_of: Callable[[ServingRow], str]) -> dict[str, Any]:
-    """Errors of TPOT and TTFT on each kind with enough rows, by a fit without any row of it."""
+def left_out(
+    rows: Sequence[ServingRow], kind_of: Callable[[ServingRow], str]
+) -> dict[str, list[Miss]]:
+    """Misses on each kind with enough rows, by a fit without any row of it."""
     rows = [row for row in rows if row.is_fitted]
     found = {}
     for kind, count in sorted(Counter(kind_of(row) for row in rows).items()):
-        if count < BAR_ROWS:
-            continue
-        without = fit([row for row in rows if kind_of(row) != kind])
-        misses = judged([row for row in rows if kind_of(row) == kind], without)
-        errors = {
-            metric: [abs(float(np.expm1(-miss))) for _, name, miss in misses if name == metric]
-            for metric in ("tpot_s", "ttft_s")
-        }
-        found[kind] = {"rows": count} | {
-            metric: float(np.median(values)) for metric, values in errors.items() if values
-        }
+        if count >= BAR_ROWS:
+            without = fit([row for row in rows if kind_of(row) != kind])
+            found[kind] = judged([row for row in rows if kind_of(row) == kind], without)
     return found
+
+
+def medians(parts: Mapping[str, Sequence[Miss]]) -> dict[str, dict[str, float]]:
+    """Of the errors of each metric, by kind left out."""
+    table: dict[str, dict[str, float]] = {}
+    for kind, misses in parts.items():
+        table[kind] = {"rows": len({row.line for row, _, _ in misses})}
+        for metric in ("tpot_s", "ttft_s"):
+            errors = [abs(float(np.expm1(-miss))) for _, name, miss in misses if name == metric]
+            if errors:
+                table[kind][metric] = float(np.median(errors))
+    return table
 
 
 def report(title: str, misses: Sequence[Miss]) -> list[str]:
@@ -295,7 +306,6 @@ def main() -> None:
     parser.add_argument("table", nargs="?", default=str(seen_table("serving")))
     parser.add_argument("--write", action="store_true")
     parser.add_argument("--folds", type=int, default=5)
-    parser.add_argument("--left-out", action="store_true", help="also leave out whole kinds")
     arguments = parser.parse_args()
     rows = read_serving(arguments.table)
     efficiency = fit(rows)
@@ -304,11 +314,16 @@ def main() -> None:
     misses = [miss for part in parts for miss in part]
     print("\n".join(report(f"{arguments.folds} folds over whole groups", misses)))
     judgement = cross_validation(parts)
-    if arguments.left_out:
-        judgement["accelerator_left_out"] = left_out(rows, lambda row: row.machine.name)
-        judgement["software_left_out"] = left_out(rows, lambda row: row.software)
+    bars = bars_of(misses)
+    unseen: list[Miss] = []
+    for name, kind_of in KINDS_LEFT_OUT.items():
+        without = left_out(rows, kind_of)
+        judgement[f"{name}_left_out"] = medians(without)
+        unseen += [miss for part in without.values() for miss in part]
+    for metric, table in bars_of(unseen).items():
+        bars[metric][UNSEEN] = table["all"]
     print(json.dumps(_rounded(judgement), indent=1))
-    efficiency = replace(efficiency, bars=bars_of(misses), cross_validation=judgement)
+    efficiency = replace(efficiency, bars=bars, cross_validation=judgement)
     for name, value in efficiency.values.items():
         print(f"{name:18s} {value:.3g}  {COEFFICIENTS[name].meaning}")
     if arguments.write:

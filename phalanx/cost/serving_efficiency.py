@@ -10,8 +10,9 @@ stand behind each factor.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.resources import files
 from typing import Any, NamedTuple
@@ -77,6 +78,7 @@ COEFFICIENTS: Mapping[str, Coefficient] = {
     "prefill_level": Coefficient(1.0, 1e-3, {"cell": 0.2}, "times a prompt"),
 }
 FIXED = {"chunk_tokens": 8192.0}
+UNSEEN = "unseen"  # regime of accelerators and engine versions without fitted rows
 _UNKNOWN_BAR = (0.5, 2.0)  # of a metric without cross-validated rows
 
 
@@ -103,8 +105,29 @@ class ServingEfficiency:
 
     def rates(self, plans: ServingPlans, load: str = "") -> dict[str, np.ndarray]:
         """Columns that `cost.serving_step` multiplies with, [N] each."""
-        keys = keys_of(plans, np.full(plans.tensor.shape, load, dtype=object))
-        return self.rates_of(keys)
+        return self.rates_of(self._keys(plans, load))
+
+    def _keys(self, plans: ServingPlans, load: str) -> dict[str, np.ndarray]:
+        """Keys of plans; engines without a version get the newest that has rows."""
+        newest = {name: self.newest(name) for name in set(plans.family[plans.generation == ""])}
+        generation = [
+            each or newest[family]
+            for family, each in zip(plans.family, plans.generation, strict=True)
+        ]
+        plans = replace(plans, generation=np.asarray(generation, dtype=object))
+        return keys_of(plans, np.full(plans.tensor.shape, load, dtype=object))
+
+    def newest(self, family: str) -> str:
+        """The highest version of an engine that has rows; empty where none has."""
+        names = [key.partition(" ")[2] for key in self.rows.get("generation", {})
+                 if key.partition(" ")[0] == family]  # fmt: skip
+        versions = [name for name in names if re.fullmatch(r"\d+(\.\d+)+", name)]
+        return max(versions, key=lambda name: [int(part) for part in name.split(".")], default="")
+
+    def has_rows(self, accelerator: str, family: str, generation: str) -> bool:
+        """Whether both the accelerator and the engine's version have fitted rows."""
+        is_known = accelerator in self.rows.get("accelerator", {})
+        return is_known and f"{family} {generation}" in self.rows.get("generation", {})
 
     def rates_of(self, keys: Keys) -> dict[str, np.ndarray]:
         """As `rates`, by `keys_of`."""
@@ -124,7 +147,7 @@ class ServingEfficiency:
 
     def describe(self, plans: ServingPlans) -> list[str]:
         """For the first plan: which rows its coefficients rest on."""
-        keys = keys_of(plans, np.full(plans.tensor.shape, "", dtype=object))
+        keys = self._keys(plans, "")
         total = sum(self.sources.values())
         lines = [f"coefficients: fitted on {total:,} published rows of {len(self.sources)} sources"]
         for factor in ("accelerator", "hardware", "family", "generation", "precision"):

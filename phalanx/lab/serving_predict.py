@@ -10,7 +10,12 @@ from typing import NamedTuple
 import numpy as np
 
 from phalanx.cost.model_shape import ModelShape
-from phalanx.cost.serving_efficiency import ServingEfficiency, keys_of, serving_efficiency
+from phalanx.cost.serving_efficiency import (
+    UNSEEN,
+    ServingEfficiency,
+    keys_of,
+    serving_efficiency,
+)
 from phalanx.cost.serving_goals import trace_at_rate
 from phalanx.cost.serving_plans import ServingPlans, join_plans, serving_plans
 from phalanx.cost.serving_steady import (
@@ -105,7 +110,7 @@ def predict_serving(
         for place, at in enumerate(table.at):
             values = {}
             for name, column in metrics.items():
-                low, high = efficiency.bar(name, *regimes(rows[at]))
+                low, high = efficiency.bar(name, *_regimes(rows[at], efficiency))
                 value = float(column[place])
                 values[name] = Estimate(value, value * low, value * high)
             found[at] = ServingPrediction(values)
@@ -188,3 +193,11 @@ def _reason(row: ServingRow) -> str:
 def regimes(row: ServingRow) -> tuple[str, str, str]:
     """What a row's bars are looked up by, the narrowest first."""
     return f"{row.kind} {row.software.partition(':')[0]}", row.kind, "all"
+
+
+def _regimes(row: ServingRow, efficiency: ServingEfficiency) -> tuple[str, ...]:
+    """As `regimes`; wider bars where the accelerator or the engine's version has no rows."""
+    assert row.machine is not None
+    family, _, generation = row.software.partition(":")
+    is_seen = efficiency.has_rows(row.machine.name, family, generation)
+    return regimes(row) if is_seen else (UNSEEN, *regimes(row))

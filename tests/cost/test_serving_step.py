@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.cost.serving_efficiency import COEFFICIENTS, FIXED, serving_efficiency
+from phalanx.cost.serving_efficiency import COEFFICIENTS, FIXED, UNSEEN, serving_efficiency
 from phalanx.cost.serving_plans import join_plans, serving_plans
 from phalanx.cost.serving_step import (
     decode_parts,
@@ -199,6 +199,19 @@ def test_an_unknown_device_gets_the_factors_of_its_generation():
     factor = SHIPPED.factors["reduce_s"]["hardware"]["NVIDIA Hopper"]
     rates = SHIPPED.rates(unknown)["reduce_s"] / SHIPPED.rates(known)["reduce_s"]
     assert rates[0] == pytest.approx(factor)
+
+
+def test_an_engine_without_a_version_is_the_newest_that_has_rows():
+    newest = SHIPPED.newest("vllm")
+    assert newest == "0.19"  # of the rows; 0.9 is older
+    rates = [SHIPPED.rates(plan(software=name)) for name in ("vllm", f"vllm:{newest}")]
+    assert rates[0] == rates[1]
+
+
+def test_bars_are_wider_where_there_are_no_rows():
+    low, high = SHIPPED.bar("tpot_s", "closed vllm")
+    wide_low, wide_high = SHIPPED.bar("tpot_s", UNSEEN)
+    assert wide_low < low < 1 < high < wide_high
 
 
 def test_shares_are_shares():
