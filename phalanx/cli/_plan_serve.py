@@ -18,11 +18,11 @@ from phalanx.planner.clusters import asked_clusters
 from phalanx.planner.models import priced_model
 from phalanx.planner.question import row_count
 from phalanx.planner.request_trace import read_requests
+from phalanx.planner.serve_nearest import nearest_that_serve
 from phalanx.planner.serve_plan import (
     Engines,
     ServeAnswer,
     ServeQuestion,
-    nearest_that_serve,
     serve_answer,
 )
 from phalanx.units import format_bytes, format_count, parse_quantity

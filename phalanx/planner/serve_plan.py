@@ -8,7 +8,7 @@ their cross-validation; percentiles come from requests played against the real s
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,9 +18,10 @@ from phalanx.cost.bars import Bar
 from phalanx.cost.model_shape import ModelShape
 from phalanx.cost.serving_efficiency import serving_efficiency
 from phalanx.cost.serving_goals import at_rate, largest_load
-from phalanx.cost.serving_plans import WEIGHT_BYTES, ServingPlans, serving_plans
+from phalanx.cost.serving_plans import ServingPlans, serving_plans
 from phalanx.cost.serving_steady import Loads, SteadyState, closed_loop, running_limit
 from phalanx.cost.serving_step import decode_parts, kv_room_tokens, weight_bytes
+from phalanx.errors import JobError
 from phalanx.hardware import Cluster
 from phalanx.planner.clusters import AskedCluster
 from phalanx.planner.request_trace import RequestTrace, poisson
@@ -32,7 +33,6 @@ _MANY = 1e6  # requests in flight beyond which nothing gets faster
 _PROBES = 4  # of the search for a rate whose 99th percentiles hold
 _LEAST_PLAYED, _MOST_PLAYED = 300, 1000  # drawn requests
 _PER_IN_FLIGHT = 3  # drawn requests for each that is in flight: a steady state is reached
-_NEAR = 3
 _COMFORTABLE = 0.8  # of what can be served: shown where nothing is asked or promised
 
 
@@ -162,7 +162,12 @@ class ServeAnswer:
 
 
 def serve_answer(
-    shape: ModelShape, asked: AskedCluster, question: ServeQuestion, *, plays: bool = True
+    shape: ModelShape,
+    asked: AskedCluster,
+    question: ServeQuestion,
+    *,
+    plays: bool = True,
+    only: Mapping[str, int] | None = None,
 ) -> ServeAnswer:
     """Price all engines that a cluster could be cut into, and play the best.
 
@@ -171,8 +176,14 @@ def serve_answer(
 
     Args:
         plays: play requests too; without, formulas alone decide.
+        only: columns of `EngineSpace` -> the value to keep to, such as {"tensor": 4}.
+
+    Raises:
+        JobError: `job/bad-value` where no legal way keeps to `only`.
     """
     space = engine_space(shape, asked.cluster)
+    if only:
+        space = _kept(space, only)
     plans = _plans(shape, asked.cluster, space, question)
     loads = _loads(question, len(space))
     longest = question.prompt_tokens + question.output_tokens
@@ -194,6 +205,17 @@ def serve_answer(
     source = serving_efficiency().describe(row)
     answer = ServeAnswer(best=best, source=source, **counts)
     return _played(answer, row, question) if plays else answer
+
+
+def _kept(space: EngineSpace, only: Mapping[str, int]) -> EngineSpace:
+    matches = [getattr(space, name) == value for name, value in only.items()]
+    chosen = np.flatnonzero(np.logical_and.reduce(matches))
+    if not chosen.size:
+        asked = ", ".join(f"{name} {value}" for name, value in only.items())
+        rule = "no legal engine of this cluster is cut like that"
+        legal = [dict(zip(only, row)) for row in zip(*(getattr(space, n).tolist() for n in only))]
+        raise JobError("job/bad-value", "engine", asked, rule, legal=legal[:3])
+    return _of(space, chosen)
 
 
 def _plans(
@@ -350,37 +372,3 @@ def _highest(row: ServingPlans, best: Engines, question: ServeQuestion) -> float
         else:
             high = middle
     return low
-
-
-def nearest_that_serve(
-    shape: ModelShape, asked: AskedCluster, question: ServeQuestion
-) -> list[str]:
-    """Up to three changes with which this kind of device serves what is asked."""
-    found = []
-    for precision in ("fp8", "fp4"):
-        if WEIGHT_BYTES[precision] < WEIGHT_BYTES[question.precision]:
-            if _serves(shape, asked, replace(question, precision=precision)):
-                found.append(f"--precision {precision} on {asked.text}")
-                break
-    cluster = asked.cluster
-    devices = cluster.num_devices * 2
-    while devices <= max(1024, cluster.num_devices * 8) and len(found) < _NEAR:
-        larger = AskedCluster(
-            f"{devices}x{cluster.machine.name}", replace(cluster, num_devices=devices)
-        )
-        if _serves(shape, larger, question):
-            found.append(f"{larger.text}")
-            break
-        devices *= 2
-    for factor in (2.0, 4.0, 8.0):
-        slower = replace(question, ttft_s=question.ttft_s * factor, tpot_s=question.tpot_s * factor)
-        if np.isfinite(min(question.ttft_s, question.tpot_s)) and _serves(shape, asked, slower):
-            found.append(f"promises {factor:g} times as long on {asked.text}")
-            break
-    return found[:_NEAR]
-
-
-def _serves(shape: ModelShape, asked: AskedCluster, question: ServeQuestion) -> bool:
-    """By the formulas alone."""
-    answer = serve_answer(shape, asked, question, plays=False)
-    return answer.fits

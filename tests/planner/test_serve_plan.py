@@ -8,10 +8,12 @@ from dataclasses import replace
 import pytest
 
 from phalanx.cli.app import run
+from phalanx.errors import JobError
 from phalanx.hardware import parse_cluster
 from phalanx.models.known import known_shape
 from phalanx.planner.clusters import asked_clusters
-from phalanx.planner.serve_plan import ServeQuestion, nearest_that_serve, serve_answer
+from phalanx.planner.serve_nearest import nearest_that_serve
+from phalanx.planner.serve_plan import ServeQuestion, serve_answer
 from phalanx.planner.serve_space import engine_space
 
 LLAMA_8B, LLAMA_70B = known_shape("llama-3.1-8b"), known_shape("llama-3.1-70b")
@@ -88,6 +90,16 @@ def test_the_rate_kept_is_one_whose_slowest_requests_are_in_time():
     assert answer.usd_per_million_output == pytest.approx(
         answer.usd_per_h / 3600 / (answer.kept_per_s * 32) * 1e6
     )
+
+
+def test_one_way_can_be_asked_for_and_an_impossible_one_is_refused():
+    (asked,) = asked_clusters("8xh100")
+    only = {"tensor": 4, "pipeline": 2}
+    answer = serve_answer(LLAMA_70B, asked, QUESTION, plays=False, only=only)
+    assert answer.counted == 1
+    assert only.items() <= answer.best.degrees.items()
+    with pytest.raises(JobError, match="tensor 3"):
+        serve_answer(LLAMA_70B, asked, QUESTION, plays=False, only={"tensor": 3})
 
 
 # ---- the verb ----------------------------------------------------------------------------------
