@@ -10,7 +10,7 @@ from phalanx.cli.job import resolve
 from phalanx.errors import JobError
 from phalanx.job import Job, parse_flags
 from phalanx.planner.clusters import asked_clusters
-from phalanx.planner.importers import ForeignPlan, job_keys, read_foreign
+from phalanx.planner.importers import ForeignPlan, config_file, job_keys, read_foreign
 from phalanx.planner.question import Question, dollars_of, row_count, total_count
 
 
@@ -95,6 +95,10 @@ class Asked:
             is_elsewhere = key == "data.source" and not Path(str(value)).exists()
             if key not in own and not is_elsewhere:
                 self._keys[key] = value
+        if not foreign.model and len(foreign.sizes) > 1 and not (self._file or "model.name" in own):
+            self._keys["model.name"] = str(config_file(foreign))
+        if "seq_tokens" in self._asks and "train.method" not in {*self._keys, *own}:
+            self._keys["train.method"] = "pretrain"
         if foreign.row_tokens and not self._keys["data.source"]:
             self._asks.setdefault("seq_tokens", foreign.row_tokens)
         self._foreign = foreign

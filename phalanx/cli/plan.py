@@ -80,7 +80,7 @@ def plan(
     from phalanx.planner.price import is_simulated
 
     asked = Asked(target, model, data, on, context.args)
-    asked.method(lora, full, seq)
+    asked.method(lora, full, "" if foreign_file else seq)
     asked.limits(deadline, budget)
     asked.rows(seq, global_tokens, tokens)
     if foreign_file:

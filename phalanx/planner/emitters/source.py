@@ -21,6 +21,9 @@ def plan_of(
 
     Args:
         shape: of the model; gives the sizes that some targets want.
+
+    Data and learning rate are left open where the job has them by default alone: a default of
+    Phalanx is no choice for another program.
     """
     row = {name: column[at].item() for name, column in plans.columns().items()}
     whole = plans.take(np.array([at]))
@@ -28,7 +31,7 @@ def plan_of(
     values: dict[str, Any] = {
         "model": job.model.name,
         "sizes": sizes_of(shape) if shape else {},
-        "data": job.data.source,
+        "data": job.data.source if "data.source" in job.origin else None,
         "method": job.train.method,
         "devices": int(whole.devices.max()),
         "replicate": int(row["data"] * row["context"] // row["shard"]) if row["zero"] else None,
@@ -38,7 +41,7 @@ def plan_of(
         "offload": float(row["offload"]),
         "keeps_gathered": bool(row["keeps_gathered"]),
         "sequence_parallel": bool(row["sequence_parallel"]),
-        "lr": job.train.lr,
+        "lr": job.train.lr if "train.lr" in job.origin else None,
         "precision": plans.precision,
         "master_dtype": job.train.master_dtype,
         "packed": True,
@@ -59,6 +62,7 @@ def plan_of(
             "lora_targets": tuple(job.train.lora_targets) or None,
             "base_bits": plans.base_bits,
         }
+    values = {name: value for name, value in values.items() if value is not None}
     origin = dict.fromkeys(values, _WHERE)
     return ForeignPlan(kind="phalanx", path=job.name, origin=origin, **values)
 

@@ -8,6 +8,7 @@ counterpart is told apart from one that does not exist.
 from phalanx.planner.importers.convert import changes, foreign_plans, job_keys, told
 from phalanx.planner.importers.foreign import ALL_LEFT, ForeignPlan, Note
 from phalanx.planner.importers.recognise import KINDS, importer, read_foreign, read_text
+from phalanx.planner.importers.sizes import config_file
 
 __all__ = [
     "ALL_LEFT",
@@ -15,6 +16,7 @@ __all__ = [
     "ForeignPlan",
     "Note",
     "changes",
+    "config_file",
     "foreign_plans",
     "importer",
     "job_keys",

@@ -196,6 +196,8 @@ def _around(value: float) -> list[int]:
 def changes(given: TrainingPlans, best: TrainingPlans) -> list[str]:
     """What to change of the given plan to have the better one: "tensor parallel 8 -> 2"."""
     before, after = _canonical(given.row(0)), _canonical(best.row(0))
+    if all(row["expert_tensor"] == row["tensor"] for row in (before, after)):
+        before = after | before | {"expert_tensor": after["expert_tensor"]}  # it follows tensor
     found = []
     for name, told in _NAMES.items():
         old, new = (_shown(name, table[name]) for table in (before, after))

@@ -129,8 +129,9 @@ class ForeignPlan:
 
     @property
     def software(self) -> str:
-        """Key of the efficiency tables: what the program runs on."""
-        return {"megatron": "megatron", "vllm": "vllm"}.get(self.kind, "torch")
+        """Key of the efficiency and memory tables: what the program runs on."""
+        own = {"megatron": "megatron", "vllm": "vllm", "torchtitan": "torch", "phalanx": "torch"}
+        return own.get(self.kind, "transformers")
 
 
 _ABOUT = {"kind", "version", "path", "origin", "notes", "role"}

@@ -74,7 +74,9 @@ def _method(reading: Reading) -> None:
         reading.whole("lora_r", "lora_rank", default=16)
         reading.number("lora_alpha", "lora_alpha", default=32)
         reading.number("lora_dropout", "lora_dropout", default=0.05)
-        reading.names("lora_target_modules", "lora_targets")
+        if not reading.names("lora_target_modules", "lora_targets"):
+            text = "PEFT chooses (often q_proj and v_proj); priced with every linear layer"
+            reading.assume("lora_target_modules", text)
         if bits < 16:
             reading.set("base_bits", bits, reading.where(f"load_in_{bits}bit"))
     reading.use(*fields)

@@ -1,11 +1,16 @@
 """What each key of another program's configuration means, and where it stands."""
 
+import json
+
 import pytest
 
+from phalanx.cost.model_shape import shape_of
 from phalanx.errors import PhalanxError
+from phalanx.models.config import parse_config
 from phalanx.planner.importers import (
     ALL_LEFT,
     changes,
+    config_file,
     foreign_plans,
     job_keys,
     read_text,
@@ -148,6 +153,17 @@ def test_megatrons_script_is_read_with_its_variables():
     assert notes(plan, "assumed") == {"data-path"}  # $DATA comes from outside
     row = foreign_plans(plan, 128).row(0)
     assert (row["data"], row["shard"], row["num_micro"]) == (8, 16, 64)
+
+
+def test_sizes_without_a_name_become_a_configuration_in_the_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    config = json.loads(config_file(read("megatron")).read_text())
+    shape = shape_of(parse_config(config, "megatron"))
+    assert abs(shape.num_params - 8.03e9) < 0.01e9  # Llama 3.1 8B
+    experts = read("megatron", ("--swiglu", "--swiglu --num-experts 8 --moe-router-topk 2"))
+    assert json.loads(config_file(experts).read_text())["num_local_experts"] == 8
+    with pytest.raises(PhalanxError, match="missing are vocab_size; name MODEL"):
+        config_file(read("megatron", ("--vocab-size 128256", "")))
 
 
 def test_a_bare_list_of_megatrons_arguments_is_enough():
