@@ -1,0 +1,62 @@
+"""A job and a row of priced plans are what emitters write, and nothing that nobody chose."""
+
+from phalanx.cost.model_shape import AttentionShape, FeedForwardShape, LayerShape, ModelShape
+from phalanx.cost.training_plans import TrainingPlans
+from phalanx.job import load_job
+from phalanx.planner.emitters import emit, plan_of
+from phalanx.planner.emitters.source import sizes_of
+from phalanx.planner.importers import foreign_plans, read_text
+from tests.planner.emitters.plans import LLAMA_8B
+
+FLAGS = {
+    "model.name": "llama-3.1-8b",
+    "data.source": "chat.jsonl",
+    "train.method": "full",
+    "train.steps": 10,
+}
+
+
+def llama(**attention):
+    """Llama 3.1 8B by its published sizes."""
+    parts = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128}
+    layer = LayerShape(
+        count=32,
+        attention=AttentionShape(**(parts | attention)),
+        feed_forward=FeedForwardShape(width=14336),
+    )
+    return ModelShape(name="llama", hidden=4096, vocab=128256, layers=(layer,))
+
+
+def plans():
+    return TrainingPlans(
+        data=[8, 16], shard=[8, 8], zero=3, micro_rows=1, row_tokens=4096, num_micro=4, recompute=2
+    )
+
+
+def test_a_row_of_the_table_is_what_is_written():
+    plan = plan_of(load_job(flags=FLAGS), plans(), 1, llama())
+    assert (plan.devices, plan.shard, plan.replicate, plan.steps) == (16, 8, 2, 10)
+    assert plan.recompute == "full" and plan.sizes == LLAMA_8B
+    read = read_text(emit("torchtitan", plan)["torchtitan.toml"], "torchtitan.toml")
+    assert foreign_plans(read, 16).row(0) == foreign_plans(plan, 16).row(0)
+    assert read.data == "chat.jsonl" and read.model == "meta-llama/Llama-3.1-8B"
+
+
+def test_defaults_of_phalanx_are_no_choice_for_another_program():
+    job = load_job(flags={"model.name": "llama-3.1-8b", "train.method": "full"})
+    plan = plan_of(job, plans(), 0)
+    assert plan.data is None and plan.lr is None and plan.sizes == {}
+    assert "learning_rate" not in emit("trl", plan)["sft.yaml"]
+    assert "dataset_name: the plan names no data" in emit("trl", plan)["sft.yaml"]
+
+
+def test_adapters_keep_their_settings():
+    flags = FLAGS | {"train.method": "lora", "train.lora_rank": 8, "train.lora_targets": "q_proj"}
+    text = emit("trl", plan_of(load_job(flags=flags), plans(), 0))["sft.yaml"]
+    assert "lora_r: 8" in text and "- q_proj" in text
+
+
+def test_sizes_are_told_of_models_whose_layers_are_alike_alone():
+    assert sizes_of(llama()) == LLAMA_8B
+    assert sizes_of(llama(window=1024)) == {}
+    assert sizes_of(llama(kind="latent")) == {}
