@@ -2,8 +2,8 @@
 
 One pool generates and learns in turn, on policy. Two pools work side by side on answers that are
 some steps behind; how many devices each gets is searched. Generation and training each take the
-plan that is fastest for them (`cost.serving_step`, `planner.search`); these plans are prices, for
-`phalanx train` learns from data files.
+plan that is fastest for them (`cost.serving_step`, `cost.training_step`); these plans are prices,
+for `phalanx train` learns from data files.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from phalanx.cost.rl_step import RlStep, RlWork, rl_steps, rollout
 from phalanx.cost.serving_efficiency import serving_efficiency
 from phalanx.cost.serving_plans import ServingPlans, serving_plans
 from phalanx.cost.serving_step import kv_room_tokens
-from phalanx.cost.training_plans import COLUMNS, TrainingPlans
+from phalanx.cost.training_plans import COLUMNS, SCHEDULES, TrainingPlans
 from phalanx.cost.training_step import training_step
 from phalanx.hardware import Cluster
-from phalanx.planner.answers import PricedPlan
+from phalanx.planner.answers import PricedPlan, priced_plan
 from phalanx.planner.clusters import AskedCluster
 from phalanx.planner.rl_words import RlAsked
-from phalanx.planner.search import answer
+from phalanx.planner.search import PROVEN_SCHEDULES, TIGHT_COSTS
+from phalanx.planner.sized import limit_of, sized_plans
 from phalanx.planner.training import Training
 
 SOFTWARE = "megatron"
@@ -160,6 +161,23 @@ def _fastest(plans: Iterable[RlPlan | None]) -> RlPlan | None:
     )
 
 
+def _fastest_update(training: Training, cluster: Cluster) -> PricedPlan | None:
+    """By formula, of the schedules that published runs stand behind; plans whose memory may not
+    suffice come last. (`search.answer` would play the best pipelines too: seconds for every pool.)
+    """
+    limit = limit_of(cluster, 0.0)
+    sized = sized_plans(training, cluster, limit)
+    known = [SCHEDULES.index(name) for name in PROVEN_SCHEDULES]
+    is_known = (sized.table["pipeline"] == 1) | np.isin(sized.table["schedule"], known)
+    at = np.flatnonzero((sized.memory.peak_bytes <= limit) & is_known)
+    if not len(at):
+        return None
+    times = training_step(training.shape, sized.plans, cluster.machine)
+    tight = np.where(sized.memory.high_bytes[at] > limit, TIGHT_COSTS, 1.0)
+    best = int(at[np.argmin(times.total_s[at] * tight)])
+    return priced_plan(sized.at(best), times, best)
+
+
 class _Search:
     """Plans of one model and one kind of work; training plans are remembered by pool."""
 
@@ -234,7 +252,7 @@ class _Search:
                 precision=self.precision,
                 software=SOFTWARE,
             )
-            self._updates[cluster] = answer(training, AskedCluster(str(cluster), cluster)).best
+            self._updates[cluster] = _fastest_update(training, cluster)
         return self._updates[cluster]
 
     def _table(self, row: Mapping[str, float]) -> TrainingPlans:
