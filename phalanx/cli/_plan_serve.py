@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from math import inf, isfinite
 from typing import Any
 
@@ -195,7 +196,7 @@ def _show(answer: ServeAnswer) -> None:
         f"{name} {_bar(getattr(best, key))}"
         for name, key in (("TTFT", "ttft_s"), ("TPOT", "tpot_s"), ("latency", "latency_s"))
     )
-    at = f"steady load of {best.loaded:.3g} requests/s" if answer.played is None else "steady load"
+    at = f"steady load of {best.loaded:.3g} requests/s"
     paragraph(f"{at} (formula, 90 % bars): {means}", *(2, 2))
     if answer.played is not None:
         tails = ", ".join(
@@ -216,6 +217,14 @@ def _show(answer: ServeAnswer) -> None:
     kept = answer.kept_per_s
     promise = f"; {kept:.3g} requests/s keep the promises" if kept is not None else ""
     paragraph(f"{knee}: at {share:.0%} of it{promise}; bound by {best.bound_by}", *(2, 2))
+    if answer.split is not None and answer.split_degrees is not None:
+        split, better = answer.split, answer.split.most_per_s / best.most_per_s - 1
+        paragraph(
+            f"divided into {split.for_prompts} for prompts and {split.for_answers} for answers "
+            f"({_cut_words(answer.split_degrees)}): {split.most_per_s:.3g} requests/s keep the "
+            f"promises in the mean (formula), {better:+.0%} against engines that do both",
+            *(2, 2),
+        )
     counted = f"{answer.counted} ways priced, {answer.too_large} too large"
     reasons = [f"{count} {why}" for why, count in answer.illegal.most_common(_MANY_REASONS)]
     paragraph("; ".join([counted, *reasons]), *(2, 2))
@@ -223,12 +232,16 @@ def _show(answer: ServeAnswer) -> None:
 
 
 def _engine_words(best: Engines) -> str:
-    names = {"tensor": "tensor", "pipeline": "stages", "expert": "expert",
-             "attention_dp": "attention replicas"}  # fmt: skip
-    cut = [f"{names[name]} {degree}" for name, degree in best.degrees.items() if degree > 1]
     engines = f"{best.replicas} engine{'s' if best.replicas > 1 else ''}"
     idle = f", {best.idle} devices idle" if best.idle else ""
-    return f"{engines} of {', '.join(cut) or 'one device'}{idle}"
+    return f"{engines} of {_cut_words(best.degrees)}{idle}"
+
+
+def _cut_words(degrees: Mapping[str, int]) -> str:
+    names = {"tensor": "tensor", "pipeline": "stages", "expert": "expert",
+             "attention_dp": "attention replicas"}  # fmt: skip
+    cut = [f"{names[name]} {degree}" for name, degree in degrees.items() if degree > 1]
+    return ", ".join(cut) or "one device"
 
 
 def _bar(bar: Bar) -> str:
@@ -270,6 +283,8 @@ def _to_dict(answer: ServeAnswer) -> dict[str, Any]:
         "usd_per_million_output": _known(answer.usd_per_million_output),
         "source": list(answer.source),
     }
+    if answer.split is not None:
+        found["divided"] = asdict(answer.split) | {"engine": dict(answer.split_degrees or {})}
     if played is not None:
         found["played"] = {"requests": len(played.ttft_s), "per_s": answer.played_per_s} | {
             name: dict(zip(("p50", "p99"), map(_known, played.percentiles(name))))

@@ -27,6 +27,7 @@ from phalanx.planner.clusters import AskedCluster
 from phalanx.planner.request_trace import RequestTrace, poisson
 from phalanx.planner.serve_events import PlayedRequests, play_requests
 from phalanx.planner.serve_space import EngineSpace, engine_space
+from phalanx.planner.serve_split import SplitEngines, best_split
 
 MAX_BATCH = 1024  # requests of one attention replica, as engines limit them
 _MANY = 1e6  # requests in flight beyond which nothing gets faster
@@ -127,6 +128,8 @@ class ServeAnswer:
             keeps the promises, where none is asked).
         played_per_s: their rate; kept_per_s: the highest whose 99th percentiles keep the promises
             (0: none does; None: nothing was promised); in_time: whether what was played did.
+        split, split_degrees: engines for prompts beside engines for answers, where times are
+            promised: the best such division, and how its engines are cut.
         source: where coefficients come from.
     """
 
@@ -140,6 +143,8 @@ class ServeAnswer:
     played_per_s: float = 0.0
     kept_per_s: float | None = None
     in_time: bool = True
+    split: SplitEngines | None = None
+    split_degrees: Mapping[str, int] | None = None
     source: Sequence[str] = ()
 
     @property
@@ -149,9 +154,10 @@ class ServeAnswer:
 
     @property
     def usd_per_million_output(self) -> float:
-        """Dollars for a million output tokens at the load played; infinite without a price."""
+        """Dollars for a million output tokens at the rate played; infinite without a price."""
         assert self.best is not None
-        tokens_per_s = self.best.loaded * self.output_tokens
+        served = min(self.played_per_s or self.best.loaded, self.best.knee_per_s)
+        tokens_per_s = served * self.output_tokens
         return self.usd_per_h / 3600 / max(tokens_per_s, 1e-12) * 1e6
 
     @property
@@ -201,7 +207,13 @@ def serve_answer(
     }
     if not fits.size:
         return ServeAnswer(best=None, **counts)
-    best, row = _best(plans.take(fits), _of(space, fits), loads.take(fits), room[fits], question)
+    priced, cut, load = plans.take(fits), _of(space, fits), loads.take(fits)
+    best, row = _best(priced, cut, load, room[fits], question)
+    promised = {"ttft_s": question.ttft_s, "tpot_s": question.tpot_s}
+    split = best_split(priced, cut.replicas, load, **promised) if question.promises else None
+    if split is not None:
+        degrees = {name: int(column[split.row]) for name, column in cut.degrees().items()}
+        counts |= {"split": split, "split_degrees": degrees}
     source = serving_efficiency().describe(row)
     answer = ServeAnswer(best=best, source=source, **counts)
     return _played(answer, row, question) if plays else answer
@@ -326,7 +338,6 @@ def _played(answer: ServeAnswer, row: ServingPlans, question: ServeQuestion) -> 
     in_time = _keeps(played, question) and rate_per_s > 0
     return replace(
         answer,
-        best=best if asked else replace(best, loaded=rate_per_s),
         played=played,
         played_per_s=rate_per_s,
         kept_per_s=kept,

@@ -92,6 +92,15 @@ def test_the_rate_kept_is_one_whose_slowest_requests_are_in_time():
     )
 
 
+def test_a_division_of_engines_is_told_where_times_are_promised():
+    question = replace(QUESTION, prompt_tokens=4096, ttft_s=2.0, tpot_s=0.02)
+    answer = ask(LLAMA_8B, "8xh100", question)
+    assert answer.split.for_prompts + answer.split.for_answers <= 8
+    assert answer.split.ttft_s <= 2.0 and answer.split.tpot_s <= 0.02
+    assert ask(LLAMA_8B, "1xh100", question).split is None  # one engine cannot be divided
+    assert ask(LLAMA_8B, "8xh100").split is None  # nothing promised, nothing gained
+
+
 def test_one_way_can_be_asked_for_and_an_impossible_one_is_refused():
     (asked,) = asked_clusters("8xh100")
     only = {"tensor": 4, "pipeline": 2}

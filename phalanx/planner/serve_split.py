@@ -1,0 +1,83 @@
+"""Engines for prompts alone beside engines for answers alone: is that better on this cluster?"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from phalanx.cost.serving_efficiency import serving_efficiency
+from phalanx.cost.serving_plans import ServingPlans
+from phalanx.cost.serving_steady import Loads, SteadyState, split_engines
+
+_HALVINGS = 24
+_MOST_IN_FLIGHT = 1e5
+_MOST_ROWS = 4096  # of the table of splits
+
+
+@dataclass(frozen=True, kw_only=True)
+class SplitEngines:
+    """The best split.
+
+    Attributes:
+        row: of the table of plans: how both kinds of engines are cut.
+        for_prompts, for_answers: engines.
+        most_per_s: requests/s that keep the promises in the mean.
+        ttft_s, tpot_s: means at that load.
+    """
+
+    row: int
+    for_prompts: int
+    for_answers: int
+    most_per_s: float
+    ttft_s: float
+    tpot_s: float
+
+
+def best_split(
+    plans: ServingPlans,
+    replicas: np.ndarray,
+    loads: Loads,
+    *,
+    ttft_s: float = np.inf,
+    tpot_s: float = np.inf,
+) -> SplitEngines | None:
+    """The split of equal engines that serves most requests within promised means.
+
+    Args:
+        plans: N ways to cut an engine; replicas: engines of each [N].
+        loads: lengths [N]; its concurrency is not read.
+
+    Returns:
+        None where no cluster has two engines, or no split keeps the promises even for one request.
+    """
+    pairs = [(at, count) for at, each in enumerate(replicas) for count in range(1, int(each))]
+    if not pairs:
+        return None
+    row, prompts = (np.asarray(column) for column in zip(*pairs[:_MOST_ROWS]))
+    many, load = plans.take(row), loads.take(row)
+    rates = serving_efficiency().rates(many)
+    workers = (prompts.astype(float), (replicas[row] - prompts).astype(float))
+
+    def at(concurrency: np.ndarray) -> SteadyState:
+        return split_engines(many, many, workers, replace(load, concurrency=concurrency), rates)
+
+    low, high = np.zeros(len(row)), np.full(len(row), np.log(_MOST_IN_FLIGHT))
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        state = at(np.exp(middle))
+        keeps = (state.ttft_s <= ttft_s) & (state.tpot_s <= tpot_s)
+        low, high = np.where(keeps, middle, low), np.where(keeps, high, middle)
+    state = at(np.exp(low))
+    keeps = (state.ttft_s <= ttft_s) & (state.tpot_s <= tpot_s)
+    if not keeps.any():
+        return None
+    best = int(np.where(keeps, state.requests_per_s, -1.0).argmax())
+    return SplitEngines(
+        row=int(row[best]),
+        for_prompts=int(prompts[best]),
+        for_answers=int(replicas[row[best]] - prompts[best]),
+        most_per_s=float(state.requests_per_s[best]),
+        ttft_s=float(state.ttft_s[best]),
+        tpot_s=float(state.tpot_s[best]),
+    )
