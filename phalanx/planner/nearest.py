@@ -23,6 +23,8 @@ from phalanx.planner.training import Training
 
 _MOST_TIMES = 64  # devices, of those that were asked for
 _MOST_DEVICES = 1 << 17
+_MOST_OFFERS = 12  # of other machines, that are planned
+_USUAL_LOSS = 1.3  # of a step over its products, at least
 _LORA_RANK = 16
 _SHORTEST_ROW = 128
 
@@ -55,11 +57,16 @@ def nearest_that_fit(
         "must_run": refused.training.config is not None,
     }
     found: list[Nearest] = []
+    has_more = False
     for change, flags, other, cluster in _changes(refused, limit_bytes):
+        is_more = cluster.machine == refused.asked.cluster.machine and flags.startswith("--on")
+        if is_more and has_more:
+            continue  # the fewest devices are enough to know
         where = AskedCluster(str(cluster), cluster)
         reached = answer(other, where, minimise=minimise, **limits)
         if reached.verdict == "fits":  # not one that only just does
             found.append(Nearest(change, flags, reached))
+            has_more |= is_more
         if len(found) == count:
             break
     return found
@@ -87,7 +94,7 @@ def _changes(refused: Answer, limit_bytes: float) -> Iterator[tuple[str, str, Tr
             yield f"{number} devices", f"--on {more}", training, more
             if refused.best is None:  # the first that holds it; for speed it may take more
                 break
-    yield from _other_machines(training, cluster, sizes, limit_bytes)
+    yield from _other_machines(refused, sizes, limit_bytes)
 
 
 def _other_batches(
@@ -156,18 +163,26 @@ def _smallest_plans(training: Training, cluster: Cluster) -> dict[int, SizedPlan
 
 
 def _other_machines(
-    training: Training, cluster: Cluster, sizes: dict[int, SizedPlan], limit_bytes: float
+    refused: Answer, sizes: dict[int, SizedPlan], limit_bytes: float
 ) -> Iterator[tuple[str, str, Training, Cluster]]:
-    """Other kinds of devices, the fewest that hold it, cheapest an hour first."""
+    """Other kinds of devices, the fewest that may do: cheapest an hour first, and where the job has
+    a deadline or a budget, cheapest for its products."""
+    training, cluster = refused.training, refused.asked.cluster
+    is_limited = refused.limit_s > 0 or refused.budget_usd > 0
     offers: list[tuple[float, Cluster]] = []
     for name in machine_names():
         machine = read_machine(name)
         if name == cluster.machine.name or machine.price is None:
             continue
+        device_s = training.least_device_s(machine)
+        if 0 < refused.budget_usd < device_s / 3600 * machine.usd_per_h:
+            continue
         for number, smallest in sizes.items():
             other = Cluster(machine, number)
-            if not is_tight(smallest, limit_of(other, limit_bytes)):
-                offers.append((number * machine.usd_per_h, other))
+            is_slow = 0 < refused.limit_s < _USUAL_LOSS * device_s / number
+            if not is_slow and not is_tight(smallest, limit_of(other, limit_bytes)):
+                devices_s = device_s if is_limited else number
+                offers.append((devices_s * machine.usd_per_h, other))
                 break
-    for _, other in sorted(offers, key=lambda offer: (offer[0], str(offer[1]))):
+    for _, other in sorted(offers, key=lambda offer: (offer[0], str(offer[1])))[:_MOST_OFFERS]:
         yield other.machine.title, f"--on {other}", training, other

@@ -76,13 +76,9 @@ def smallest_size(
 def _numbers(asked: Answer, limit_s: float) -> Iterator[int]:
     """Powers of two, from what weights and FLOPs need at the very least."""
     training, cluster = asked.training, asked.asked.cluster
-    shape, machine = training.shape, cluster.machine
-    held = 2.0 * shape.num_params / limit_of(cluster, 0.0)
-    least = held
+    least = 2.0 * training.shape.num_params / limit_of(cluster, 0.0)
     if limit_s:
-        passes = 2.0 if training.method == "lora" else 3.0
-        flops = passes * shape.product_flops_per_token * training.batch_tokens * training.num_steps
-        least = max(held, flops / (machine.matmul_flops_per_s(training.precision) * limit_s))
+        least = max(least, training.least_device_s(cluster.machine) / limit_s)
     first = max(0, ceil(log2(least)))
     for exponent in range(first, first + _TRIED):
         if 1 << exponent <= _MOST_DEVICES:

@@ -103,6 +103,13 @@ class Training:
         computes = self.config.dtype if self.config is not None else "bfloat16"
         return self.method != "lora" and self.master_dtype != computes
 
+    def least_device_s(self, machine: Machine) -> float:
+        """Seconds of one device for the whole job that no plan can beat: the FLOPs of products with
+        the weights at the machine's rate."""
+        passes = 2.0 if self.method == "lora" else 3.0
+        flops = passes * self.shape.product_flops_per_token * self.batch_tokens * self.num_steps
+        return flops / machine.matmul_flops_per_s(self.precision)
+
     def software_on(self, machine: Machine) -> str:
         """Key of the efficiency and memory tables: this trainer's where it tunes the model, that of
         other PyTorch programs for pretraining, which is at home at sizes it does not reach yet."""

@@ -49,7 +49,7 @@ def found(number, *, shape=None, seq=4096, rows=64, domain=8, whole=True, mesh=N
     return table, illegal
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     number=st.integers(1, 96),
     rows=st.integers(1, 48),
