@@ -17,6 +17,8 @@ from gated import main
 
 from phalanx.check import check_program
 from phalanx.cost.roofline import RooflineCost
+from phalanx.cost.serving_efficiency import serving_efficiency
+from phalanx.cost.serving_plans import serving_plans
 from phalanx.cost.training_plans import SCHEDULES, TrainingPlans
 from phalanx.cost.training_step import training_step
 from phalanx.drive import drive
@@ -26,6 +28,8 @@ from phalanx.mesh import Mesh
 from phalanx.models.known import known_shape
 from phalanx.models.named import named_model
 from phalanx.planner.refined import play_documents, refine
+from phalanx.planner.request_trace import poisson
+from phalanx.planner.serve_events import play_requests
 from phalanx.planner.work import model_work
 from phalanx.registry import build
 from phalanx.report import Report
@@ -34,7 +38,8 @@ from phalanx.worlds.sim import SimWorld
 MODEL = "llama-3.1-405b"
 MACHINE = parse_cluster("8xh100").machine
 STAGES, CHUNKS, ITEMS, ROW_TOKENS = 16, 8, 32, 8192
-MAX_FOLDED_S, MAX_UNLIKE_S, MAX_REFINE_S = 10.0, 30.0, 2.0
+MAX_FOLDED_S, MAX_UNLIKE_S, MAX_REFINE_S, MAX_REQUESTS_S = 10.0, 30.0, 2.0, 10.0
+NUM_REQUESTS = 10_000
 MAX_BYTES = 1e9
 MEAN_DOCUMENT_TOKENS = 2048.0
 
@@ -129,10 +134,29 @@ def measure_refining(report: Report) -> None:
     )
 
 
+def measure_requests(report: Report) -> None:
+    """A trace of 10,000 requests against two engines of a 70 B model with the real scheduler."""
+    shape = known_shape("llama-3.1-70b")
+    assert shape is not None
+    plan = serving_plans(shape, MACHINE, tensor=4, precision="fp8")
+    requests = poisson(16.0, NUM_REQUESTS, 1024, 256)
+    began = process_time()
+    rates = serving_efficiency().rates(plan)
+    played = play_requests(plan, rates, requests, kv_tokens=5e5, max_running=512, engines=2)
+    seconds = process_time() - began
+    note = f"{played.end_s / 60:.0f} minutes of two engines, 256 output tokens a request"
+    report.add(
+        *(f"playing {NUM_REQUESTS:,} requests", seconds, "s", "measured"),
+        note=note,
+        target=MAX_REQUESTS_S,
+        bound="below",
+    )
+
+
 def make_report() -> Report:
     """All rows."""
     report = Report("simulator, large clusters")
-    for measure in (measure_folded, measure_unlike, measure_refining):
+    for measure in (measure_folded, measure_unlike, measure_refining, measure_requests):
         measure(report)
     most_bytes = getrusage(RUSAGE_SELF).ru_maxrss * 1024.0
     report.add(

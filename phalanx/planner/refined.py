@@ -32,7 +32,7 @@ PLAYED = ("gpipe", "1f1b", "interleaved")  # schedules that have an order
 _OF_LAYERS = ("compute", "recompute", "tensor", "expert", "context", "overhead")
 _EXCHANGES = ("tensor", "expert", "context", "overhead")
 _FORWARD_SHARE = {"pretrain": 1 / 3, "full": 1 / 3, "lora": 0.47}
-_LONG, _LONGER = 4, 6  # times as many micro-batches as ranks: the middle repeats itself from here
+_LONG, _LONGER = 3, 5  # times as many micro-batches as ranks: the middle repeats itself from here
 
 
 @dataclass(frozen=True)

@@ -136,6 +136,8 @@ def play(
     seconds["I"] = seconds["B"]
     message = _table(wired, "p2p_s", p2p_s)
     replicas = max(each.shape[2] for each in (*seconds.values(), message))
+    if replicas == 1:
+        return _play_one(wired, seconds, message)
     shape = (len(wired.rows) + 1, replicas)
     start_s, end_s, through_s = np.zeros(shape), np.zeros(shape), np.zeros(shape)
     busy_s = np.zeros((wired.num_ranks, replicas))
@@ -150,6 +152,26 @@ def play(
             np.maximum(end_s[at], through_s[row.channel_before], out=through_s[at])
             through_s[at] += message[stage, item]
     return Played(wired, start_s[:-1], end_s[:-1], end_s[:-1].max(axis=0), busy_s)
+
+
+def _play_one(wired: Wired, seconds: Mapping[str, np.ndarray], message: np.ndarray) -> Played:
+    """One replica, in plain numbers: arrays of one element cost ten times as much."""
+    table = {kind: array[:, :, 0].tolist() for kind, array in seconds.items()}
+    message_s = message[:, :, 0].tolist()
+    count = len(wired.rows)
+    start_s, end_s, through_s = [0.0] * count, [0.0] * (count + 1), [0.0] * (count + 1)
+    busy_s = [0.0] * wired.num_ranks
+    for at, (step, rank, before, source, travels, channel_before, sends) in enumerate(wired.rows):
+        stage, kind, item = step
+        began_s = max(end_s[before], (through_s if travels else end_s)[source])
+        dur_s = table[kind][stage][item]
+        start_s[at], end_s[at] = began_s, began_s + dur_s
+        busy_s[rank] += dur_s
+        if sends:
+            through_s[at] = max(end_s[at], through_s[channel_before]) + message_s[stage][item]
+    ends = np.asarray(end_s[:-1])[:, None]
+    busy = np.asarray(busy_s)[:, None]
+    return Played(wired, np.asarray(start_s)[:, None], ends, ends.max(axis=0), busy)
 
 
 def _table(wired: Wired, name: str, given: Any) -> np.ndarray:
@@ -183,7 +205,8 @@ def wire(lists: Sequence[Sequence[Step]]) -> Wired:
     while progressed:
         progressed = False
         for rank, steps in enumerate(lists):
-            for step in steps[heads[rank] :]:
+            for at in range(heads[rank], len(steps)):
+                step = steps[at]
                 needed = _needed(step, last_stage)
                 if needed is not None and needed not in outputs:
                     break
