@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from phalanx.cli._plan_text import dollars, duration
+from phalanx.cli._plan_figures import dollars, duration
 from phalanx.cli.output import emit, paragraph, table, versioned, write
 from phalanx.units import format_count
 

@@ -5,19 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import combinations
 
+from phalanx.cli._plan_figures import GIBIBYTE, dollars, duration, gb, gib
 from phalanx.cli.output import paragraph, table, write
 from phalanx.cost.training_plans import SCHEDULES
-from phalanx.errors import PlanError
 from phalanx.planner.answers import Answer
 from phalanx.planner.given import Given
 from phalanx.planner.largest import Largest
 from phalanx.planner.price import PricedJob
 from phalanx.planner.profile import DataProfile
 from phalanx.planner.sizes import Size
-from phalanx.planner.sizing import four_axes
-from phalanx.units import format_bytes, format_count, format_flops
+from phalanx.units import format_count
 
-_GIBIBYTE = 2.0**30
 _MATTERS = 0.05  # of a step: what is told
 _INTERRUPTIONS = 0.1  # expected in a run: from here on they are told
 _HEADER = ("cluster", "verdict", "time", "cost", "peak of usable", "bound by")
@@ -85,15 +83,15 @@ def _show_data(profile: DataProfile) -> None:
 
 
 def _line(each: Answer, priced: PricedJob) -> list[str]:
-    name, usable = each.asked.text, each.limit_bytes / _GIBIBYTE
+    name, usable = each.asked.text, each.limit_bytes / GIBIBYTE
     if each.best is None:
         if each.smallest is None:
             return [name, each.verdict, "", "", "", most_common(each.illegal, 1)]
-        peak = f"{each.smallest.peak_bytes / _GIBIBYTE:.1f} of {usable:.1f} GiB"
+        peak = f"{each.smallest.peak_bytes / GIBIBYTE:.1f} of {usable:.1f} GiB"
         term = each.smallest.largest_term
-        needs = f"memory: {term} {_gib(each.smallest.terms[term])}"
+        needs = f"memory: {term} {gib(each.smallest.terms[term])}"
         return [name, each.verdict, "", "", peak, needs]
-    peak = f"{each.best.sized.peak_bytes / _GIBIBYTE:.1f} of {usable:.1f} GiB"
+    peak = f"{each.best.sized.peak_bytes / GIBIBYTE:.1f} of {usable:.1f} GiB"
     which, share = each.bound
     return [
         *(name, each.verdict, duration(each.hours), dollars(each.dollars), peak),
@@ -141,10 +139,14 @@ def _show_plans(each: Answer) -> None:
             more = runnable.total_s / best.total_s
             words = f"{runnable.sized.describe()}; {more:.2g} times as long"
         paragraph(f"what `phalanx train` runs: {words}", indent=2, hang=2)
+    shares = sorted(best.shares().items(), key=lambda share: -share[1])
+    spent = [f"{name} {100 * share:.0f} %" for name, share in shares if share >= _MATTERS]
+    text = f"a step is {', '.join(spent)}"
     if each.memory_gain > _MATTERS:
-        percent = f"{100 * each.memory_gain:.0f} %"
-        term = best.sized.largest_term
-        write(f"  memory binds, {term} most: with room for all plans {percent} less time\n")
+        percent, term = f"{100 * each.memory_gain:.0f} %", best.sized.largest_term
+        text += f"; memory binds ({term}): {percent} less time with room for all plans"
+    if len(spent) > 1 or each.memory_gain > _MATTERS:
+        paragraph(text, indent=2, hang=2)
 
 
 def most_common(illegal: Mapping[str, int], at_most: int = 99) -> str:
@@ -172,8 +174,8 @@ def _show_comparison(priced: PricedJob) -> None:
         _show_rented(each, priced)
     host = max(priced.host_bytes(each) for each in fitting)
     paragraph(
-        f"disk: weights {_gb(priced.model_bytes)}, checkpoint {_gb(priced.checkpoint_bytes)}; "
-        f"host memory to load: {_gib(host)}",
+        f"disk: weights {gb(priced.model_bytes)}, checkpoint {gb(priced.checkpoint_bytes)}; "
+        f"host memory to load: {gib(host)}",
         hang=2,
     )
     fitted = "fitted to published rows" if "fitted" in fitting[0].source else "with assumed rates"
@@ -189,8 +191,8 @@ def _show_rented(each: Answer, priced: PricedJob) -> None:
     """Where a run is long enough to be interrupted: what that leaves, on demand and on spot."""
     runs = [run for run in priced.rented(each) if run.interruptions >= _INTERRUPTIONS]
     told = [
-        f"{run.rental.terms} {dollars(tuple(run.usd))} in {duration(tuple(run.hours))}, "
-        f"{100 * run.goodput_frac.value:.1f} % of it training"
+        f"{run.rental.terms} ({run.rental.source.split()[0]}) {dollars(tuple(run.usd))} in "
+        f"{duration(tuple(run.hours))}, {100 * run.goodput_frac.value:.1f} % of it training"
         for run in runs
     ]
     if told:
@@ -218,11 +220,11 @@ def _show_given(given: Given) -> None:
         paragraph(f"{where}: {given.changes[0]}", hang=2)
         return
     sized, best = given.plan.sized, given.answer.best
-    limit = given.answer.limit_bytes / _GIBIBYTE
+    limit = given.answer.limit_bytes / GIBIBYTE
     verdict = "fits" if given.fits else "does not fit"
     step = duration([s / 3600 for s in (given.plan.total_s, given.plan.low_s, given.plan.high_s)])
     paragraph(
-        f"{where} {verdict}, {sized.peak_bytes / _GIBIBYTE:.1f} of {limit:.1f} GiB, a step takes "
+        f"{where} {verdict}, {sized.peak_bytes / GIBIBYTE:.1f} of {limit:.1f} GiB, a step takes "
         f"{step}: {sized.describe()}",
         hang=2,
     )
@@ -258,88 +260,3 @@ def _largest(found: Largest) -> str:
         else:
             text += "none that `phalanx train` runs"
     return f"{text}; {found.note}" if found.note else text
-
-
-def explain(priced: PricedJob) -> None:
-    """Terms of memory and time, rates with their sources, and the job's own values."""
-    for each in priced.answers:
-        write(f"\n{each.asked.text}\n")
-        sized = each.best.sized if each.best else each.smallest
-        if sized is not None:
-            for name, value in sized.terms.items():
-                write(f"  memory, {name}: {format_bytes(value)}\n")
-        if each.best is not None:
-            for name, value in each.best.parts.items():
-                if value:
-                    write(f"  step by the formula, {name}: {1000 * value:.3g} ms\n")
-            paragraph(each.source, indent=2, hang=2)
-        for reason, count in each.illegal.items():
-            write(f"  illegal, {count}: {reason}\n")
-        if priced.training.profile is None:
-            _show_sizing(each)
-        for name, figure in each.asked.cluster.machine.figures().items():
-            origin = f"{figure.kind}, {figure.source}, {figure.date}"
-            paragraph(f"{name} = {figure.value:.4g}  ({origin})", indent=2, hang=2)
-    write("\n")
-    paragraph(f"model: {priced.model.source}", hang=2)
-    flops = 2.0 * priced.num_params
-    write(f"forward pass of a token, products with weights: {format_flops(flops)}\n")
-    for key, value, origin in priced.job.values():
-        if origin != "default":
-            paragraph(f"{key} = {value}  ({origin})", hang=2)
-
-
-def _show_sizing(each: Answer) -> None:
-    """What four inequalities say of the same question, without a search."""
-    training = each.training
-    try:
-        sized = four_axes(
-            training.shape,
-            each.asked.cluster,
-            step_tokens=training.batch_tokens,
-            seq_tokens=training.seq_tokens,
-        )
-    except PlanError as error:
-        paragraph(f"Llama 3's inequalities: {error}", indent=2, hang=2)
-        return
-    axes = f"t {sized.tensor}, c {sized.context}, p {sized.pipeline}, d {sized.data}"
-    paragraph(f"Llama 3's inequalities give {axes}:", indent=2, hang=2)
-    for reason in sized.reasons:
-        paragraph(reason, indent=4, hang=2)
-
-
-def duration(hours: Sequence[float]) -> str:
-    """Expected, least and most of a job in the unit that a reader would choose."""
-    if hours[0] == float("inf"):
-        return "no end"
-    seconds = hours[0] * 3600
-    scale, unit = (
-        (1.0, "h") if seconds >= 5400 else (60.0, "min") if seconds >= 90 else (3600.0, "s")
-    )
-    expected, least, most = (figure(each * scale) for each in hours)
-    return f"{expected} {unit} ({least} to {most})"
-
-
-def dollars(values: Sequence[float]) -> str:
-    """Expected, least and most; cents, unless there is less than one or far more."""
-    if values[0] == float("inf"):
-        return "price unknown" if values[1] == float("inf") else "no end"
-    digits = 0 if values[0] >= 100 else 2 if values[0] >= 0.1 else 4
-    expected, least, most = (f"{each:,.{digits}f}" for each in values)
-    return f"${expected} ({least} to {most})"
-
-
-def figure(value: float) -> str:
-    """Two or three digits."""
-    if value >= 100:
-        return f"{value:,.0f}"
-    return f"{value:.1f}"
-
-
-def _gib(num_bytes: float) -> str:
-    return f"{num_bytes / _GIBIBYTE:.1f} GiB"
-
-
-def _gb(num_bytes: float) -> str:
-    scale, unit = (1e12, "TB") if num_bytes >= 1e12 else (1e9, "GB")
-    return f"{num_bytes / scale:.3g} {unit}"

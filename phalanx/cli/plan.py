@@ -115,7 +115,9 @@ def _price(
     def show() -> None:
         text.show(priced)
         if explain:
-            text.explain(priced)
+            from phalanx.cli._plan_explain import explain as show_sources
+
+            show_sources(priced)
         for line in written:
             paragraph(line, hang=2)
 

@@ -1,0 +1,51 @@
+"""How `phalanx plan` writes hours, dollars and bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+GIBIBYTE = 2.0**30
+
+
+def duration(hours: Sequence[float]) -> str:
+    """Expected, least and most of a job in the unit that a reader would choose."""
+    if hours[0] == float("inf"):
+        return "no end"
+    seconds = hours[0] * 3600
+    scale, unit = (
+        (1.0, "h") if seconds >= 5400 else (60.0, "min") if seconds >= 90 else (3600.0, "s")
+    )
+    expected, least, most = (figure(each * scale) for each in hours)
+    return f"{expected} {unit} ({least} to {most})"
+
+
+def dollars(values: Sequence[float]) -> str:
+    """Expected, least and most; cents, unless there is less than one or far more."""
+    if values[0] == float("inf"):
+        return "price unknown" if values[1] == float("inf") else "no end"
+    if values[0] >= 1e6:
+        expected, least, most = (figure(each / 1e6) for each in values)
+        return f"${expected} M ({least} to {most})"
+    digits = 0 if values[0] >= 100 else 2 if values[0] >= 0.1 else 4
+    expected, least, most = (f"{each:,.{digits}f}" for each in values)
+    return f"${expected} ({least} to {most})"
+
+
+def figure(value: float) -> str:
+    """Two or three digits."""
+    if value == float("inf"):
+        return "no end"
+    if value >= 100:
+        return f"{value:,.0f}"
+    return f"{value:.1f}"
+
+
+def gib(num_bytes: float) -> str:
+    """Binary, one digit."""
+    return f"{num_bytes / GIBIBYTE:.1f} GiB"
+
+
+def gb(num_bytes: float) -> str:
+    """Decimal, of disks."""
+    scale, unit = (1e12, "TB") if num_bytes >= 1e12 else (1e9, "GB")
+    return f"{num_bytes / scale:.3g} {unit}"
