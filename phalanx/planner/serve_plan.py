@@ -177,8 +177,8 @@ def serve_answer(
 ) -> ServeAnswer:
     """Price all engines that a cluster could be cut into, and play the best.
 
-    The best serves most requests a second within the promises; of equals the one with the shortest
-    mean latency.
+    The best serves most requests a second within the promises. Where a rate is asked, it is the one
+    with the shortest mean latency of those that keep the promises at that rate.
 
     Args:
         plays: play requests too; without, formulas alone decide.
@@ -269,22 +269,37 @@ def _best(
     most_per_s = np.where(is_over, full.requests_per_s, most.requests_per_s) * space.replicas
     knee = closed_loop(plans, replace(loads, concurrency=np.full_like(limit, _MANY)), rates)
     knee_per_s = np.maximum(knee.requests_per_s, full.requests_per_s) * space.replicas
+    asked = question.asked_per_s
     score = np.where(can, most_per_s, -1.0 / np.maximum(most_per_s, 1e-12))
-    at = int(np.lexsort((-most.latency_s, score))[-1])
+    latency_s = most.latency_s
+    if asked:
+        in_time, latency_s = _at_asked(plans, loads, rates, asked / space.replicas, question)
+        in_time &= asked <= knee_per_s
+        score = np.where(in_time, np.inf, score)  # any that does it: the quickest of them
+    at = int(np.lexsort((-latency_s, score))[-1])
     row, one = plans.take(np.asarray([at])), loads.take(np.asarray([at]))
     own = serving_efficiency().rates(row)
-    asked = question.asked_per_s
     loaded = min(asked, float(knee_per_s[at])) if asked else float(most_per_s[at])
     if not (asked or question.promises):
         loaded *= _COMFORTABLE
-    state, keeps_up = at_rate(row, one, own, np.asarray([loaded / space.replicas[at]]))
-    keeps = bool(can[at])
-    if asked:
-        in_time = state.ttft_s[0] <= question.ttft_s and state.tpot_s[0] <= question.tpot_s
-        keeps &= bool(keeps_up[0] and in_time and asked <= float(knee_per_s[at]))
+    state, _ = at_rate(row, one, own, np.asarray([loaded / space.replicas[at]]))
+    keeps = bool(in_time[at]) if asked else bool(can[at])
     return _engines(row, one, own, state, space, at, room, limit,
                     loaded=loaded, most_per_s=float(most_per_s[at]),
                     knee_per_s=float(knee_per_s[at]), keeps=keeps), row  # fmt: skip
+
+
+def _at_asked(
+    plans: ServingPlans,
+    loads: Loads,
+    rates: dict[str, np.ndarray],
+    each_per_s: np.ndarray,
+    question: ServeQuestion,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Which ways keep the promises at the rate asked, in the mean, and their latency there."""
+    state, keeps_up = at_rate(plans, loads, rates, each_per_s)
+    is_soon = (state.ttft_s <= question.ttft_s) & (state.tpot_s <= question.tpot_s)
+    return keeps_up & is_soon, state.latency_s
 
 
 def _engines(
