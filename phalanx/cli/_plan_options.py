@@ -72,7 +72,8 @@ From = Annotated[
     typer.Option(
         "--from",
         metavar="FILE",
-        help="Configuration of accelerate, axolotl, TRL, torchtitan or Megatron: price its plan.",
+        help="Configuration of accelerate, axolotl, TRL, torchtitan or Megatron, or a script with "
+        "`vllm serve`: price its plan.",
     ),
 ]
 # serving instead of training

@@ -9,6 +9,7 @@ from typing import Any
 
 import typer
 
+from phalanx.cli._plan_emit import written_files
 from phalanx.cli.job import resolve
 from phalanx.cli.output import emit, paragraph, table, versioned, write
 from phalanx.cost.bars import Bar
@@ -16,9 +17,17 @@ from phalanx.cost.model_shape import ModelShape, shape_of
 from phalanx.errors import JobError
 from phalanx.job import Job
 from phalanx.planner.clusters import asked_clusters
+from phalanx.planner.emitters import Site
+from phalanx.planner.importers import ForeignPlan
 from phalanx.planner.models import priced_model
 from phalanx.planner.question import row_count
 from phalanx.planner.request_trace import read_requests
+from phalanx.planner.serve_given import (
+    GivenServer,
+    given_server,
+    server_of,
+    weight_precision,
+)
 from phalanx.planner.serve_nearest import nearest_that_serve
 from phalanx.planner.serve_plan import (
     Engines,
@@ -33,7 +42,12 @@ _MANY_REASONS = 3
 
 
 def plan_serving(
-    model: str, on: str, words: Mapping[str, str], arguments: Sequence[str], json_file: str
+    model: str,
+    on: str,
+    words: Mapping[str, str],
+    arguments: Sequence[str],
+    json_file: str,
+    given: ForeignPlan | None = None,
 ) -> None:
     """Answer for each cluster; exit 1 where none serves what is asked.
 
@@ -41,6 +55,7 @@ def plan_serving(
         words: prompt, answer, rate, trace, ttft, tpot, precision, software, output as they were
             given.
         arguments: dotted flags.
+        given: a server of another program's file, priced beside the best.
 
     Raises:
         JobError: for words that mean nothing; `cli/file` for a lockfile, which servers do not read.
@@ -48,15 +63,22 @@ def plan_serving(
     if words["output"]:
         rule = "is not written with --serve: `phalanx serve` takes its limits as flags"
         raise JobError("cli/file", "--output", words["output"], rule)
-    job = resolve("", model, "", arguments)
-    question = _question(words)
+    job = resolve("", model or (given.model or "" if given else ""), "", arguments)
+    own = {"precision": words["precision"] or weight_precision(given)} if given else {}
+    question = _question({**words, **own})
     shape = _shape(job)
     asked = asked_clusters(on or job.plan.on)
     answers = [serve_answer(shape, each, question) for each in asked]
+    servers = [
+        given_server(given, shape, each, question, answer)
+        for each, answer in zip(asked, answers)
+        if given is not None
+    ]
     fitting = [answer for answer in answers if answer.fits]
     nearest: list[str] = []
     if not fitting:
         nearest = [text for each in asked for text in nearest_that_serve(shape, each, question)][:3]
+    written = _emitted(words.get("emit", ""), job.model.name, answers, question)
     document = versioned(
         "serving plan",
         model=shape.name,
@@ -64,6 +86,7 @@ def plan_serving(
         fits=bool(fitting),
         answers=[_to_dict(answer) for answer in answers],
         nearest=nearest,
+        given=[_given_table(server) for server in servers],
     )
 
     def show() -> None:
@@ -76,6 +99,10 @@ def plan_serving(
         write("\n")
         for answer in answers:
             _show(answer)
+        for each, server in zip(asked, servers):
+            _show_given(each.text, server)
+        for line in written:
+            paragraph(line, hang=2)
         if not fitting:
             near = "; ".join(nearest) or "none was found"
             paragraph(f"nearest that serve it: {near}", hang=2)
@@ -83,6 +110,51 @@ def plan_serving(
     emit(document, json_file, show)
     if not fitting:
         raise typer.Exit(1)
+
+
+def _emitted(
+    emit_to: str, model: str, answers: Sequence[ServeAnswer], question: ServeQuestion
+) -> list[str]:
+    """Write the best engines of the first cluster that serves it; what was written."""
+    if not emit_to:
+        return []
+    answer = next((each for each in answers if each.fits), None)
+    if answer is None:
+        raise JobError("cli/file", "--emit", emit_to, "no cluster serves it: nothing to write")
+    server = server_of(model, answer, question)
+    assert answer.best is not None and server.devices
+    per_node = min(answer.asked.cluster.machine.devices_per_domain, max(8, server.devices))
+    site = Site(accelerator=answer.asked.cluster.machine.name.upper(), devices_per_node=per_node)
+    lines = [written_files(emit_to, server, site, answer.asked.text)]
+    times = answer.asked.cluster.num_devices // server.devices
+    return lines + ([f"  start it {times} times: one engine is in it"] if times > 1 else [])
+
+
+def _show_given(cluster: str, server: GivenServer) -> None:
+    """The file's engine, and what to change of it."""
+    answer, to = server.answer, "; ".join(server.changes)
+    if answer is None:
+        paragraph(f"{cluster}: the file's engine cannot be had here: {to}", hang=2)
+        return
+    if answer.best is None:
+        paragraph(f"{cluster}: the file's engine has no room for a request's cache", hang=2)
+    else:
+        verdict = "serves it" if answer.fits else "is too slow"
+        tails = answer.played.percentiles("ttft_s") if answer.played else (inf, inf)
+        paragraph(
+            f"{cluster}: the file's engine {verdict}: {_engine_words(answer.best)}; "
+            f"{_served(answer, answer.best):.3g} requests/s, TTFT P99 {_time(tails[1])}, TPOT "
+            f"{_bar(answer.best.tpot_s)}",
+            hang=2,
+        )
+    paragraph(f"change: {to}" if to else "it is cut as the best one is", *(2, 4))
+    if server.unpriced:
+        paragraph(f"not in its price: {', '.join(server.unpriced)}", *(2, 4))
+
+
+def _given_table(server: GivenServer) -> dict[str, Any]:
+    priced = _to_dict(server.answer) if server.answer else None
+    return {"answer": priced, "changes": server.changes, "not_priced": server.unpriced}
 
 
 def _shape(job: Job) -> ModelShape:

@@ -13,6 +13,7 @@ from phalanx.errors import JobError
 
 if TYPE_CHECKING:
     from phalanx.job import Job
+    from phalanx.planner.importers import ForeignPlan
     from phalanx.planner.price import PricedJob
     from phalanx.planner.question import Question
 
@@ -61,11 +62,13 @@ def plan(
     """
     serving = {"prompt": prompt, "answer": answer, "rate": rate, "trace": requests,
                "ttft": ttft, "tpot": tpot}  # fmt: skip
-    if serve:
+    server = _server_of(foreign_file)
+    if serve or server:
         from phalanx.cli._plan_serve import plan_serving
 
         words = serving | {"precision": precision, "software": software, "output": output}
-        plan_serving(target or model, on, words, context.args, json_file)
+        words["emit"] = emit_to
+        plan_serving(target or model, on, words, context.args, json_file, server)
         return
     if rl:
         from phalanx.cli._plan_rl import plan_rl
@@ -100,6 +103,16 @@ def plan(
         simulate(job, on, output, explain, json_file)
     else:
         _price(job, question, output, emit_to, explain, json_file)
+
+
+def _server_of(path: str) -> ForeignPlan | None:
+    """The plan of a file that starts a server; None for one that trains, and for none."""
+    if not path:
+        return None
+    from phalanx.planner.importers import read_foreign
+
+    foreign = read_foreign(path)
+    return foreign if foreign.role == "serve" else None
 
 
 def _price(
@@ -139,7 +152,7 @@ def _lock(priced: PricedJob, output: str) -> str:
 
 def _emit_files(priced: PricedJob, emit_to: str) -> list[str]:
     """Write the best plan for another program, and say what was written."""
-    from phalanx.cli.output import write_file
+    from phalanx.cli._plan_emit import put
     from phalanx.planner.lockfile import foreign_files
 
     target, _, folder = emit_to.partition(":")
@@ -147,10 +160,7 @@ def _emit_files(priced: PricedJob, emit_to: str) -> list[str]:
         rule = "no cluster fits, so there is no plan to write"
         raise JobError("cli/file", "--emit", emit_to, rule)
     plan, files = foreign_files(priced, priced.best, target)
-    for name, content in files.items():
-        write_file(f"{folder or '.'}/{name}", content, "--emit")
-    names = ", ".join(f"{folder or '.'}/{name}" for name in files)
-    lines = [f"{target} of {priced.best.asked.text}: {names}"]
+    lines = [put(files, target, folder, priced.best.asked.text)]
     if plan is not priced.best.best:
         lines.append(f"  the best plan that {target} has words for: {plan.sized.describe()}")
     return lines

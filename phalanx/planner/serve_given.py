@@ -1,0 +1,121 @@
+"""The engine that another program's file starts, priced beside the best one of a cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from phalanx.cost.model_shape import ModelShape
+from phalanx.errors import PhalanxError
+from phalanx.planner.clusters import AskedCluster
+from phalanx.planner.importers import ForeignPlan
+from phalanx.planner.serve_plan import ServeAnswer, ServeQuestion, serve_answer
+
+_NAMES = {
+    "tensor": "tensor parallel",
+    "pipeline": "stages",
+    "expert": "expert parallel",
+    "attention_dp": "attention replicas",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class GivenServer:
+    """A file's engine on one cluster.
+
+    Attributes:
+        answer: priced; None where the cluster cannot be cut like that.
+        changes: from it to the best engine, in words; or why it cannot be.
+        unpriced: what the file limits and the price does not know, in words.
+    """
+
+    answer: ServeAnswer | None
+    changes: tuple[str, ...]
+    unpriced: tuple[str, ...]
+
+
+def weight_precision(foreign: ForeignPlan) -> str:
+    """Of the weights that the file asks for: its quantisation, or as they are published."""
+    if foreign.weight_bits == 4:
+        return "fp4" if foreign.precision == "fp4" else "int4"
+    return "fp8" if foreign.weight_bits == 8 else "bf16"
+
+
+def degrees_of(foreign: ForeignPlan, shape: ModelShape) -> dict[str, int]:
+    """Columns of `EngineSpace`: data ranks of a mixture share one engine, of others they do not."""
+    only = {"tensor": foreign.tensor or 1, "pipeline": foreign.pipeline or 1}
+    if shape.expert_params:
+        only |= {"attention_dp": foreign.replicate or 1, "expert": foreign.expert or 1}
+    return only
+
+
+def given_server(
+    foreign: ForeignPlan,
+    shape: ModelShape,
+    asked: AskedCluster,
+    question: ServeQuestion,
+    best: ServeAnswer,
+) -> GivenServer:
+    """Price the file's engine where an answer was found, and say what the best does otherwise."""
+    only = degrees_of(foreign, shape)
+    unpriced = _unpriced(foreign)
+    try:
+        answer = serve_answer(shape, asked, question, only=only)
+    except PhalanxError as error:
+        return GivenServer(answer=None, changes=(error.sentence(),), unpriced=unpriced)
+    other = best.best.degrees if best.best is not None else {}
+    return GivenServer(answer=answer, changes=_changes(only, other), unpriced=unpriced)
+
+
+def server_of(model: str, answer: ServeAnswer, question: ServeQuestion) -> ForeignPlan:
+    """The best engine of a cluster as other programs start it.
+
+    Engines of a dense model are one server with as many data ranks; of a mixture it is one engine,
+    to be started as often as there are engines.
+    """
+    best = answer.best
+    assert best is not None
+    degrees = best.degrees
+    is_mixture = max(degrees["expert"], degrees["attention_dp"]) > 1
+    data = degrees["attention_dp"] if is_mixture else best.replicas
+    bits = {"fp8": 8, "int8": 8, "fp4": 4, "mxfp4": 4, "int4": 4}.get(question.precision, 16)
+    products = question.precision if question.precision in ("fp8", "fp4", "fp16") else "bf16"
+    return ForeignPlan(
+        kind="phalanx",
+        role="serve",
+        model=model,
+        devices=degrees["tensor"] * degrees["pipeline"] * data,
+        tensor=degrees["tensor"],
+        pipeline=degrees["pipeline"],
+        expert=degrees["expert"],
+        replicate=data,
+        max_running=best.max_running,
+        precision=products,
+        weight_bits=bits if bits < 16 else None,
+        kv_bits=8 if products in ("fp8", "fp4") else None,
+    )
+
+
+def _changes(only: Mapping[str, int], best: Mapping[str, int]) -> tuple[str, ...]:
+    return tuple(
+        f"{told} {only.get(name, 1)} -> {best[name]}"
+        for name, told in _NAMES.items()
+        if name in best and best[name] != only.get(name, 1)
+    )
+
+
+def _unpriced(foreign: ForeignPlan) -> tuple[str, ...]:
+    """Limits of the file; the price takes what the device has room for."""
+    limits = {
+        "at most {} requests at once": foreign.max_running,
+        "at most {} tokens a step": foreign.max_step_tokens,
+        "{} of device memory": foreign.memory_frac,
+    }
+    is_default = {
+        "{} of device memory": "default" in foreign.origin.get("memory_frac", ""),
+    }
+    return tuple(
+        text.format(f"{value:,}")
+        for text, value in limits.items()
+        if value and not is_default.get(text, False)
+    )
