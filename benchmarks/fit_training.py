@@ -31,6 +31,8 @@ from phalanx.cost.training_efficiency import SHARES, StepEfficiency, family_of, 
 from phalanx.cost.training_price import Speeds, price_step
 from phalanx.lab.csv_rows import seen_table
 from phalanx.lab.folds import folds
+from phalanx.lab.row_class import LEAST_PLANS
+from phalanx.lab.scores import Estimate, error_score, spearman, top_regret
 from phalanx.lab.training_rows import TrainingRow, batches, read_training
 
 TABLE = Path(training_efficiency.__file__).with_name(training_efficiency.TABLE)
@@ -54,8 +56,9 @@ class Spread(NamedTuple):
 _SPREADS = {
     "product": Spread(0.15, 0.05, generation=0.1),
     "product_traffic": Spread(0.4, 0.3),
-    "product_start_s": Spread(0.7, 0.7),
-    "expert": Spread(0.3, 0.2, 0.3, 0.1),
+    "product_start_s": Spread(0.5, 0.5, 0.4),
+    "expert_start_s": Spread(0.7, 0.3, 0.3),
+    "expert": Spread(0.3, 0.2, 0.2, 0.1),
     "attention": Spread(0.2, 0.1, generation=0.15),
     "state": Spread(1.0, 0.3, generation=0.2),
     "attention_start_tokens": Spread(0.7, 0.3),
@@ -64,9 +67,9 @@ _SPREADS = {
     "routed": Spread(0.4, 0.3, 0.3),
     "adapter": Spread(0.5, 0.4),
     "cast": Spread(0.5, 0.3),
-    "gated_cast": Spread(1.0, 0.0, 1.5),
-    "launch_s": Spread(0.7, 1.0, 0.5),
-    "link": Spread(0.2, 0.3, generation=0.2),
+    "gated_cast": Spread(1.0, 0.0, 1.0),
+    "launch_s": Spread(0.7, 1.0, 0.8),
+    "link": Spread(0.1, 0.15, generation=0.1),
     "network": Spread(0.3, 0.4, generation=0.2),
     "round_s": Spread(0.7, 0.7),
     "network_round_s": Spread(0.7, 0.7),
@@ -105,31 +108,20 @@ class Data:
     def take(self, where: np.ndarray) -> Data:
         """Some rows."""
         rows = tuple(self.rows[at] for at in where)
-        pick = _mapped(lambda column: column[where])
-        return Data(rows, pick(self.work), pick(self.speeds), self.measured_s[where])
+        work, speeds = (
+            _columns([each], lambda column: column[0][where]) for each in (self.work, self.speeds)
+        )
+        return Data(rows, work, speeds, self.measured_s[where])
 
 
-def _mapped(change: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """`change` for every column of nested dataclasses and mappings."""
-
-    def walk(item: Any) -> Any:
-        if is_dataclass(item) and not isinstance(item, type):
-            return type(item)(**{name: walk(value) for name, value in vars(item).items()})
-        if isinstance(item, Mapping):
-            return {name: walk(value) for name, value in item.items()}
-        return change(item)
-
-    return walk
-
-
-def _joined(items: Sequence[Any]) -> Any:
+def _columns(items: Sequence[Any], change: Callable[[Sequence[Any]], Any]) -> Any:
+    """One structure of several alike: `change` of each column that they share."""
     first = items[0]
     if is_dataclass(first) and not isinstance(first, type):
-        names = vars(first)
-        return type(first)(**{n: _joined([getattr(each, n) for each in items]) for n in names})
+        return type(first)(**_columns([vars(each) for each in items], change))
     if isinstance(first, Mapping):
-        return {name: _joined([each[name] for each in items]) for name in first}
-    return np.concatenate(items)
+        return {name: _columns([each[name] for each in items], change) for name in first}
+    return change(items)
 
 
 def read_data(table: Path) -> Data:
@@ -139,17 +131,14 @@ def read_data(table: Path) -> Data:
     rows: list[TrainingRow] = []
     works, speeds = [], []
     for batch in batches(usable):
+        counted = count_step(batch.shape, batch.plans, batch.machine.devices_per_domain)
+        speed = Speeds.of(batch.machine, batch.plans.precision)
         size = (len(batch.rows),)
-
-        def column(value: Any, size: tuple[int] = size) -> np.ndarray:
-            return np.broadcast_to(np.asarray(value, dtype=float), size)
-
-        work = count_step(batch.shape, batch.plans, batch.machine.devices_per_domain)
-        works.append(_mapped(column)(work))
-        speeds.append(_mapped(column)(Speeds.of(batch.machine, batch.plans.precision)))
+        for known, each in ((works, counted), (speeds, speed)):
+            known.append(_columns([each], lambda column, n=size: np.broadcast_to(column[0], n)))
         rows += batch.rows
     seconds = np.array([row.measured_step_s for row in rows], dtype=float)
-    return Data(tuple(rows), _joined(works), _joined(speeds), seconds)
+    return Data(tuple(rows), *(_columns(each, np.concatenate) for each in (works, speeds)), seconds)
 
 
 class Factors:
@@ -300,35 +289,30 @@ def _rounded(value: float) -> float:
 
 
 def scores(data: Data, seconds: np.ndarray, key: Callable[[TrainingRow], str]) -> dict[str, dict]:
-    """Rows, median and 90th percentile of the relative error, bias, share within the bar."""
+    """Per key: what `error_score` says of the rows with their bars."""
     known = bars(data, seconds)
-    groups: dict[str, list[tuple[float, bool]]] = defaultdict(list)
-    for row, ratio in zip(data.rows, seconds / data.measured_s, strict=True):
+    said: dict[str, list[Estimate]] = defaultdict(list)
+    true: dict[str, list[float]] = defaultdict(list)
+    for row, value, measured in zip(data.rows, seconds, data.measured_s, strict=True):
         names = (f"{_kind(row)} with {family_of(row.software)}", _kind(row))
         bar = known[next(name for name in names if name in known)]
-        groups[key(row)].append((ratio, bar["low"] <= 1 / ratio <= bar["high"]))
+        said[key(row)].append(Estimate(value, value * bar["low"], value * bar["high"]))
+        true[key(row)].append(measured)
     found = {}
-    for name, each in sorted(groups.items()):
-        ratios = np.array([ratio for ratio, _ in each])
-        found[name] = {
-            "rows": len(each),
-            "median": _rounded(np.median(np.abs(ratios - 1))),
-            "p90": _rounded(np.quantile(np.abs(ratios - 1), 0.9)),
-            "bias": _rounded(np.median(ratios) - 1),
-            "in_bar": _rounded(np.mean([inside for _, inside in each])),
-        }
+    for name in sorted(said):
+        figures = asdict(error_score(true[name], said[name]))
+        rows = figures.pop("rows")
+        found[name] = {"rows": rows} | {k: _rounded(v) for k, v in figures.items() if v is not None}
     return found
 
 
 def class_scores(data: Data, seconds: np.ndarray) -> dict[str, dict]:
     """Scores by class of rows and of the two large grids, with the median over sources' medians."""
     found = scores(data, seconds, lambda row: row.row_class)
+    by_source = scores(data, seconds, lambda row: f"{row.row_class} {row.source_id}")
     of_grids = grid_scores(data, seconds, lambda row: row.row_class)
-    sources: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for row, ratio in zip(data.rows, seconds / data.measured_s, strict=True):
-        sources[row.row_class][row.source_id].append(abs(ratio - 1))
     for name, each in found.items():
-        medians = [np.median(errors) for errors in sources[name].values()]
+        medians = [one["median"] for key, one in by_source.items() if key.startswith(f"{name} ")]
         each |= {"macro": _rounded(np.median(medians))} | of_grids.get(name, {})
     for name in ("vtrain", "nanotron"):
         where = np.array([at for at, row in enumerate(data.rows) if row.source_id.startswith(name)])
@@ -349,11 +333,9 @@ def grid_scores(
             grids[key(row), row.grid].append(at)
     found: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for (name, _), where in grids.items():
-        if len(where) >= 5:
-            said, true = seconds[where], data.measured_s[where]
-            order = [np.argsort(np.argsort(each)) for each in (said, true)]
-            spearman = float(np.corrcoef(*order)[0, 1])
-            found[name].append((spearman, float(true[np.argmin(said)] / true.min())))
+        if len(where) >= LEAST_PLANS:
+            true, said = data.measured_s[where], seconds[where]
+            found[name].append((spearman(true, said), top_regret(true, said)))
     return {
         name: {
             "grids": len(each),

@@ -49,6 +49,7 @@ class StepEfficiency:
         product: share of the machine's matrix rate that a large product reaches.
         product_traffic: bytes that a product moves over its operands' and result's size.
         product_start_s: of a product beside its work: filling and draining the device.
+        expert_start_s: the same of products of many experts at once.
         expert: rate of products of many experts over that of one product.
         attention: share of the 16-bit matrix rate that attention reaches on long rows.
         attention_start_tokens: keys whose time each query costs in addition.
@@ -79,6 +80,7 @@ class StepEfficiency:
     product: Any = 0.9
     product_traffic: Any = 1.5
     product_start_s: Any = 6e-6
+    expert_start_s: Any = 3e-5
     expert: Any = 0.85
     attention: Any = 0.55
     attention_start_tokens: Any = 256.0
@@ -90,7 +92,7 @@ class StepEfficiency:
     cast: Any = 1.0
     gated_cast: Any = 3.0
     launch_s: Any = 8e-6
-    link: Any = 0.75
+    link: Any = 0.8
     network: Any = 0.75
     round_s: Any = 4e-6
     network_round_s: Any = 2e-5

@@ -169,7 +169,7 @@ def _products(work: StepWork, speeds: Speeds, rates: StepEfficiency) -> tuple[An
     moved = rates.product_traffic * (compute.product_bytes + compute.expert_bytes)
     cast = rates.cast * compute.cast_bytes + rates.gated_cast * compute.gated_cast_bytes
     cast = cast * work.plan["is_narrow"]
-    starts_s = rates.product_start_s * (compute.products + compute.experts)
+    starts_s = rates.product_start_s * compute.products + rates.expert_start_s * compute.experts
     more = compute.weight_bytes + compute.expert_weight_bytes
     forward_s = flops_s + (moved + cast) / speeds.memory_bytes_per_s + starts_s
     return forward_s, more / speeds.memory_bytes_per_s
