@@ -12,9 +12,8 @@ def duration(hours: Sequence[float]) -> str:
     if hours[0] == float("inf"):
         return "no end"
     seconds = hours[0] * 3600
-    scale, unit = (
-        (1.0, "h") if seconds >= 5400 else (60.0, "min") if seconds >= 90 else (3600.0, "s")
-    )
+    scales = ((5400.0, 1.0, "h"), (90.0, 60.0, "min"), (0.3, 3600.0, "s"), (0.0, 3.6e6, "ms"))
+    scale, unit = next((scale, unit) for least, scale, unit in scales if seconds >= least)
     expected, least, most = (figure(each * scale) for each in hours)
     return f"{expected} {unit} ({least} to {most})"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 from phalanx.cost.training_plans import RECOMPUTE
@@ -163,12 +164,14 @@ class Answer:
 
     @property
     def verdict(self) -> str:
-        """fits, tight (the bar of its memory crosses the limit), too slow, too dear, does not fit,
-        no legal plan."""
+        """fits, tight (the bar of its memory crosses the limit), too slow, too dear, no price (to
+        compare with a budget), does not fit, no legal plan."""
         if self.best is None:
             return "does not fit" if self.smallest else "no legal plan"
-        if self.is_too_slow or self.is_too_dear:
-            return "too slow" if self.is_too_slow else "too dear"
+        if self.is_too_slow:
+            return "too slow"
+        if self.is_too_dear:
+            return "too dear" if self.dollars[0] < inf else "no price"
         return "tight" if is_tight(self.best.sized, self.limit_bytes) else "fits"
 
     @property

@@ -326,3 +326,10 @@ def test_precision_and_frozen_bits_that_the_trainer_lacks_are_simulated_only():
     assert {"products in fp8", "frozen weights of 4 bits"} <= set(found.best.sized.missing)
     plain = answer(training(), asked())
     assert found.smallest.terms["weights"] < plain.smallest.terms["weights"]
+
+
+def test_a_machine_without_a_price_keeps_to_no_budget():
+    found = answer(training(), asked(2, "h20"), budget_usd=1e9)
+    assert found.verdict == "no price" and not found.fits
+    assert answer(training(), asked(2, "h20")).fits
+    assert answer(training(), asked(2, "h20")).to_dict()["dollars"] is None

@@ -1,0 +1,36 @@
+"""How hours and dollars are written."""
+
+import math
+
+import pytest
+
+from phalanx.cli._plan_figures import dollars, duration
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        ((0.0123, 0.011, 0.015), "12.3 ms (11.0 to 15.0)"),
+        ((6.0, 5.3, 8.2), "6.0 s (5.3 to 8.2)"),
+        ((120.0, 90.0, 150.0), "2.0 min (1.5 to 2.5)"),
+        ((4.7e6, 4.2e6, 6.5e6), "1,306 h (1,167 to 1,806)"),
+        ((math.inf, 7200.0, math.inf), "no end"),
+        ((7200.0, 7200.0, math.inf), "2.0 h (2.0 to no end)"),
+    ],
+)
+def test_times_have_the_unit_of_a_reader(seconds, text):
+    assert duration([each / 3600 for each in seconds]) == text
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ((0.0301, 0.018, 0.048), "$0.0301 (0.0180 to 0.0480)"),
+        ((8.5, 7.0, 9.0), "$8.50 (7.00 to 9.00)"),
+        ((1234.0, 1000.0, 2000.0), "$1,234 (1,000 to 2,000)"),
+        ((170.2e6, 154e6, 238e6), "$170 M (154 to 238)"),
+        ((math.inf, math.inf, math.inf), "price unknown"),
+    ],
+)
+def test_dollars_have_cents_where_they_matter(values, text):
+    assert dollars(values) == text
