@@ -10,7 +10,9 @@ What is implied, and by what:
 - sequence parallelism with tensor parallelism, for the families that do so (`row_software`);
 - sharding where the column is empty: that of the family;
 - experts over data ranks, for the families that do so;
-- schedule: interleaved with several virtual stages, else 1F1B;
+- schedule: interleaved with several virtual stages, else 1F1B; of dense models of the families that
+  interleave unasked, where neither column says anything: as many chunks a rank as divide its
+  layers, at most six;
 - no recomputation where unnamed (fused attention recomputes its own scores either way), but of
   whole layers where a run of a dense model that ended could not have fitted otherwise, for the
   families that do so.
@@ -33,6 +35,7 @@ from phalanx.lab.row_software import (
 
 _DEGREES = ("tp", "pp", "dp", "cp")
 _SATURATING = 2048  # tokens of a row that fill a device's matrix products
+_MOST_CHUNKS = 6  # of a pipeline rank, where recipes interleave without saying how finely
 LORA_RANK = 16  # where a row does not name one; times hardly depend on it
 
 
@@ -72,7 +75,7 @@ def plan_of_row(row: CsvRow, shape: ModelShape | None) -> tuple[TrainingPlans | 
         "data": degrees["dp"],
         **_sharding(row, degrees, software),
         **experts,
-        **_order(row, degrees),
+        **_order(row, degrees, shape, batch[1]),
         "sequence_parallel": int(_has_sequence_parallelism(row, degrees, software)),
         "micro_rows": batch[0],
         "num_micro": batch[1],
@@ -176,14 +179,28 @@ def _expert_ranks(degrees: dict[str, int]) -> int:
     return degrees["tp"] * degrees["cp"] * degrees["dp"]
 
 
-def _order(row: CsvRow, degrees: dict[str, int]) -> dict[str, int]:
+def _order(
+    row: CsvRow, degrees: dict[str, int], shape: ModelShape | None, num_micro: int
+) -> dict[str, int]:
     text = row.get("schedule").lower()
-    virtual = (row.count("vpp") or 1) if degrees["pp"] > 1 else 1
+    virtual = row.count("vpp") or _implied_chunks(row, degrees["pp"], shape, num_micro)
+    virtual = virtual if degrees["pp"] > 1 else 1
     name = "interleaved" if virtual > 1 else "1f1b"
     for each in ("gpipe", "zbv", "zero-bubble", "dualpipe"):
         if each in text.replace(" ", "-"):
             name = each
     return {"virtual": virtual, "schedule": SCHEDULES.index(name)}
+
+
+def _implied_chunks(row: CsvRow, stages: int, shape: ModelShape | None, num_micro: int) -> int:
+    """Model chunks of a pipeline rank where a family interleaves unasked and nothing is printed."""
+    text = row.get("schedule").lower()
+    may = family_of(row).interleaves and (not text or "interleaved" in text)
+    if not may or shape is None or shape.expert_params or num_micro % stages:
+        return 1
+    layers = shape.num_layers
+    each = next((n // stages for n in (layers, layers + 2) if n % stages == 0), 1)
+    return max(n for n in range(1, _MOST_CHUNKS + 1) if each % n == 0)
 
 
 def _has_sequence_parallelism(row: CsvRow, degrees: dict[str, int], software: str) -> bool:

@@ -20,6 +20,7 @@ class Family:
         sequence_parallel: with tensor parallelism.
         recomputes: whole layers, where a plan would not fit otherwise; others offload or print it.
         spreads_experts: over its data ranks.
+        interleaves: pipelines of dense models.
     """
 
     pattern: str
@@ -28,6 +29,7 @@ class Family:
     sequence_parallel: bool
     recomputes: bool = False
     spreads_experts: bool = False
+    interleaves: bool = False
 
 
 _FAMILIES = (
@@ -41,7 +43,10 @@ _FAMILIES = (
     Family(r"torchtitan|fsdp", "torch", 3, True),
     Family(r"neuron", "neuron", 1, True),
     Family(r"llmboost|rocm|primus", "primus", 1, True, recomputes=True),
-    Family(r"megatron|nemo|megascale|nvidia|ngc|mxnet|hai-llm", "megatron", 1, True),
+    Family(
+        *(r"megatron|nemo|megascale|nvidia|ngc|mxnet|hai-llm", "megatron", 1, True),
+        interleaves=True,
+    ),
     Family(r"pytorch|torch", "torch", 3, True),
 )
 _OTHER = Family("", "other", 0, True)

@@ -126,10 +126,31 @@ def test_tensor_ranks_split_the_sequence_where_the_framework_does(tmp_path, cell
     assert bool(plan(tmp_path, **cells).sequence_parallel) is has
 
 
+def test_pipelines_interleave_unasked_where_recipes_do(tmp_path):
+    cells = {"pp": "4", "tp": "1", "n_devices": "16", "global_batch_seqs": "32"}  # 8 micro-batches
+    rows = read(
+        tmp_path,
+        row(**cells),  # 32 layers: 8 a rank, of which 4 chunks is the largest up to 6
+        row(**cells, schedule="1F1B"),
+        row(**cells, vpp="2"),
+        row(**cells | {"global_batch_seqs": "24"}),  # 6 micro-batches: no rounds of 4
+        row(**cells, framework="Megatron-DeepSpeed"),
+        row(**cells | {"model": "gpt-oss-120b", "layers": "", "hidden": ""}),  # 36 layers, experts
+    )
+    assert [int(each.plans.virtual) for each in rows] == [4, 1, 2, 1, 1, 1]
+    names = [SCHEDULES[int(each.plans.schedule)] for each in rows]
+    assert names == ["interleaved", "1f1b", "interleaved", "1f1b", "1f1b", "1f1b"]
+
+
 def test_virtual_stages_mean_an_interleaved_schedule(tmp_path):
     names = [
         SCHEDULES[int(plan(tmp_path, pp="2", tp="1", **cells).schedule)]
-        for cells in ({}, {"vpp": "4"}, {"schedule": "DualPipe"}, {"schedule": "zero bubble"})
+        for cells in (
+            {"schedule": "1F1B"},
+            {"vpp": "4"},
+            {"schedule": "DualPipe"},
+            {"schedule": "zero bubble"},
+        )
     ]
     assert names == ["1f1b", "interleaved", "dualpipe", "zero-bubble"]
     assert plan(tmp_path, pp="1", vpp="4").virtual == 1  # no pipeline, no chunks
