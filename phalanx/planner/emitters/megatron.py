@@ -51,7 +51,7 @@ def write(plan: ForeignPlan, site: Site) -> Mapping[str, str]:
     writing.lacks_fields("epochs")
     writing.lacks("where checkpoints and logs go: --save, --load, --tensorboard-dir")
     text = writing.header(f"Start on each of {nodes} nodes: NODE_RANK=i MASTER_ADDR=host {FILE}")
-    parts = [f"#!/bin/bash\n{text}", "set -euo pipefail\n"]
+    parts = [f"#!/bin/bash\n{text}", "set -euo pipefail", _connections(writing)]
     for name, options in groups.items():
         lines = [f"    --{key}{_words(value)}\n" for key, value in options.items()]
         parts.append(f"{name}_ARGS=(\n{''.join(lines)})\n")
@@ -63,6 +63,12 @@ def write(plan: ForeignPlan, site: Site) -> Mapping[str, str]:
         f"    pretrain_gpt.py {arrays}\n"
     )
     return {FILE: "\n".join(parts)}
+
+
+def _connections(writing: Writing) -> str:
+    """Megatron orders its exchanges by one queue, Megatron-FSDP overlaps them in several."""
+    name = "CUDA_DEVICE_MAX_CONNECTIONS"
+    return f"unset {name}\n" if writing.row["zero"] >= 2 else f"export {name}=1\n"
 
 
 def _words(value: Any) -> str:

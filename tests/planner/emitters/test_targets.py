@@ -3,6 +3,7 @@
 import json
 import subprocess
 import tomllib
+from pathlib import Path
 
 import pytest
 import yaml
@@ -10,9 +11,12 @@ import yaml
 from phalanx.errors import PlanError
 from phalanx.job import load_job
 from phalanx.planner.emitters import TARGETS, Site, emit, targets
+from phalanx.planner.importers import KINDS
+from phalanx.planner.importers.reading import known_keys
 from tests.planner.emitters.plans import served, trained
 from tests.planner.emitters.target_parsers import PARSERS, installed
 
+ROOT = Path(__file__).resolve().parents[3]
 SITE = Site(accelerator="H100")
 DDP = {"zero": 0, "shard": 1, "replicate": None}
 PLANS = {
@@ -111,3 +115,12 @@ def test_a_batch_script_asks_for_the_nodes_of_the_plan():
     assert "--nodes=2" in text and "--gpus-per-node=8" in text
     text = emit("slurm", PLANS["one device"], SITE)["job.sbatch"]
     assert "--nodes=1" in text and "--gpus-per-node=1" in text
+
+
+def test_the_page_of_targets_names_every_version_that_is_written_or_read():
+    page = (ROOT / "docs" / "interchange.md").read_text()
+    for target in TARGETS:
+        version = targets()[target].split(" on ")[0]
+        assert f"| `{target}` |" in page and version in page, target
+    for kind in KINDS:
+        assert known_keys(kind)["version"] in page, kind
