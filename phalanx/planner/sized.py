@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -20,7 +21,7 @@ from phalanx.planner.space import list_layouts, num_plans, with_rows
 from phalanx.planner.training import Training
 
 MANY_PLANS = 60_000  # from here on, only those that can fit
-MOST_PLANS = 120_000
+MOST_PLANS = 60_000
 
 
 def limit_of(cluster: Cluster, limit_bytes: float) -> float:
@@ -122,9 +123,28 @@ def sized_plans(training: Training, cluster: Cluster, limit_bytes: float = 0.0) 
     if not (trains_all and too_large.any()):
         return found
     apart = table.keep(too_large)
-    away = apart.joined(offload=np.ones(len(apart)))
-    stacked = sized_table(training, cluster, table.stacked(away), illegal)
-    return replace(stacked, num_listed=found.num_listed)
+    away = sized_table(training, cluster, apart.joined(offload=np.ones(len(apart))), illegal)
+    return _stacked(found, away)
+
+
+def _stacked(first: SizedPlans, second: SizedPlans) -> SizedPlans:
+    """Rows of both."""
+
+    def joined(name: str) -> np.ndarray:
+        return np.concatenate([getattr(each.memory, name) for each in (first, second)])
+
+    terms = {
+        name: np.concatenate([column, second.memory.terms[name]])
+        for name, column in first.memory.terms.items()
+    }
+    held: dict[str, Any] = {
+        name: joined(name) for name in ("logged_bytes", "host_bytes", "all_busy")
+    }
+    memory = replace(first.memory, terms=terms, **held)
+    table = first.table.stacked(second.table)
+    columns: dict[str, Any] = {name: table[name] for name in COLUMNS if name in table.columns}
+    plans = replace(first.plans, **columns)
+    return replace(first, table=table, plans=plans, memory=memory)
 
 
 def _promising(

@@ -195,6 +195,16 @@ def test_moments_leave_for_the_host_only_where_a_plan_would_not_fit_otherwise():
     assert not sized_plans(LORA_JOB, asked(2).cluster, 1e6).table["offload"].any()
 
 
+def test_plans_with_and_without_moments_on_the_device_stand_in_one_table():
+    job, cluster = pretraining(FULL_JOB.config, seq_tokens=2048, batch_tokens=1 << 15), asked(4)
+    limit = float(sized_plans(job, cluster.cluster).memory.peak_bytes.min()) * 1.1
+    plans = sized_plans(job, cluster.cluster, limit)
+    memory = training_memory(job.shape, plans.plans, cluster.cluster.machine)
+    assert plans.plans.shape == (len(plans),) and set(plans.table["offload"]) == {0.0, 1.0}
+    assert plans.memory.peak_bytes == pytest.approx(memory.peak_bytes)
+    assert plans.memory.host_bytes == pytest.approx(memory.host_bytes)
+
+
 @settings(max_examples=20, deadline=None)
 @given(
     limits=st.lists(st.floats(1e6, 1e9), min_size=2, max_size=2),
