@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.cost.model_shape import ModelShape
+from phalanx.errors import JobError
 from phalanx.models.shape_keys import shape_of_keys
 
 # Words of a name that change how a model was trained, packed or benchmarked, not its shape.
@@ -91,6 +92,31 @@ def known_shape(name: str) -> ModelShape | None:
         if key in by_name:
             return by_name[key].shape
     return None
+
+
+def shape_at(name: str, log: Callable[[str], None] = print) -> tuple[ModelShape, dict[str, Any]]:
+    """The shape that a folder, a .json file or a name of the Hub describes, and its config.
+
+    Raises:
+        JobError: `job/not-found` or `job/syntax` for a file that cannot be read; from
+            `shape_of_keys` and the Hub.
+    """
+    path = Path(name).expanduser()
+    if not path.exists():
+        from phalanx.models.hub import hub_folder
+
+        path = hub_folder(name, log, weights=False)
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        table = json.loads(file.read_bytes().decode())
+    except OSError as error:
+        raise JobError("job/not-found", str(file), None, "cannot be read") from error
+    except (ValueError, RecursionError) as error:
+        raise JobError("job/syntax", str(file), None, f"is not valid JSON: {error}") from error
+    if not isinstance(table, dict):
+        raise JobError("job/syntax", str(file), None, "must be a JSON object")
+    label = file.parent.name if Path(name).name == file.name == "config.json" else Path(name).name
+    return shape_of_keys(table, str(file), label), table
 
 
 @cache

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from phalanx.cost.model_shape import ModelShape
-from phalanx.errors import PhalanxError
+from phalanx.errors import JobError, PhalanxError
 from phalanx.job import Job
 from phalanx.models.config import DecoderConfig, parse_config
-from phalanx.models.known import known_models, known_shape
+from phalanx.models.known import known_models, known_shape, shape_at
 from phalanx.models.named import is_here, named_model
 from phalanx.models.source import model_source
 
@@ -56,7 +56,12 @@ def priced_model(job: Job) -> PricedModel:
         )
     if not is_here(name) and (shape := known_shape(name)) is not None:
         return _known(name, shape)
-    named = named_model(name, _log)
+    try:
+        named = named_model(name, _log)
+    except JobError as error:
+        if error.code != "model/unknown":
+            raise
+        return _described(name)  # an architecture or option that the decoder does not compute
     return PricedModel(
         name=named.name,
         config=named.config,
@@ -81,6 +86,19 @@ def _known(name: str, shape: ModelShape) -> PricedModel:
         shape=shape if config is None else None,
         source=shape.source,
         most_tokens=int(keys.get("max_position_embeddings", 0)),
+    )
+
+
+def _described(name: str) -> PricedModel:
+    """A model whose config gives sizes, and no more than sizes are known of it."""
+    shape, keys = shape_at(name, _log)
+    positions = keys.get("max_position_embeddings", 0)
+    return PricedModel(
+        name=shape.name,
+        config=None,
+        shape=shape,
+        source=shape.source,
+        most_tokens=positions if isinstance(positions, int) else 0,
     )
 
 

@@ -1,10 +1,14 @@
 """Shapes of models by name are those that their makers published."""
 
+import json
+
 import pytest
 
 from phalanx.errors import JobError
-from phalanx.models.known import known_models, known_shape
+from phalanx.job import load_job
+from phalanx.models.known import known_models, known_shape, shape_at
 from phalanx.models.shape_keys import FAMILIES, shape_of_keys
+from phalanx.planner.models import priced_model
 
 LIKE_LLAMA = {
     "model_type": "llama",
@@ -145,3 +149,28 @@ def test_a_multimodal_config_is_read_through_its_text_model():
     inner = {key: value for key, value in LIKE_LLAMA.items() if key != "model_type"}
     outer = {"model_type": "llama", "text_config": inner, "vision_config": {"hidden_size": 9}}
     assert shape_of_keys(outer).num_params == shape_of_keys(LIKE_LLAMA).num_params
+
+
+def test_a_folder_and_a_file_are_read_by_their_config(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(LIKE_LLAMA | {"rope_scaling": {"type": "yarn"}}))
+    expected = shape_of_keys(LIKE_LLAMA).num_params
+    for name in (tmp_path, path):
+        shape, keys = shape_at(str(name))
+        assert shape.num_params == expected and keys["rope_scaling"]
+    for text, code in (("{", "job/syntax"), ("[]", "job/syntax")):
+        path.write_text(text)
+        with pytest.raises(JobError) as caught:
+            shape_at(str(path))
+        assert caught.value.code == code
+
+
+def test_a_model_that_cannot_be_run_is_priced_by_its_config(tmp_path):
+    sizes = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    table = LIKE_LLAMA | sizes | {"model_type": "qwen3_moe"}
+    (tmp_path / "config.json").write_text(json.dumps(table))
+    model = priced_model(load_job(None, {"model.name": str(tmp_path)}))
+    assert model.config is None and model.shape.expert_params == 3 * 8 * 3 * 16 * 48
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "hyena"}))
+    with pytest.raises(JobError, match="num_experts_per_tok"):
+        priced_model(load_job(None, {"model.name": str(tmp_path)}))
