@@ -82,9 +82,17 @@ def serve_answer(
     if split is not None:
         degrees = {name: int(column[split.row]) for name, column in cut.degrees().items()}
         counts |= {"split": split, "split_degrees": degrees}
-    source = serving_efficiency().describe(row)
+    source = [*serving_efficiency().describe(row), *_units_note(asked.cluster, question)]
     answer = ServeAnswer(best=best, source=source, **counts)
     return with_requests_played(answer, row, question) if plays else answer
+
+
+def _units_note(cluster: Cluster, question: ServeQuestion) -> list[str]:
+    """What is said of weights in numbers that a device cannot multiply."""
+    peak = {"fp8": cluster.machine.fp8_peak, "fp4": cluster.machine.fp4_peak}
+    if peak.get(question.precision, 0) is not None:
+        return []
+    return [f"no {question.precision} units: weights are kept in it and multiplied in bf16"]
 
 
 def _kept(space: EngineSpace, only: Mapping[str, int]) -> EngineSpace:

@@ -6,6 +6,8 @@ import json
 from dataclasses import replace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from phalanx.cli.app import run
 from phalanx.errors import JobError
@@ -90,6 +92,21 @@ def test_the_rate_kept_is_one_whose_slowest_requests_are_in_time():
     assert answer.usd_per_million_output == pytest.approx(
         answer.usd_per_h / 3600 / (answer.kept_per_s * 32) * 1e6
     )
+
+
+@settings(max_examples=10, deadline=None)
+@given(st.integers(64, 200_000), st.floats(1.0, 8.0), st.sampled_from(["1xh100", "2xl40s"]))
+def test_what_serves_long_prompts_serves_short_ones_and_with_more_memory(prompt, factor, on):
+    """Feasibility is monotone in context and in memory."""
+    longer = replace(QUESTION, prompt_tokens=prompt * factor)
+    if ask(LLAMA_8B, on, longer).fits:
+        assert ask(LLAMA_8B, on, replace(QUESTION, prompt_tokens=prompt)).fits
+        assert ask(LLAMA_8B, "2xh200", longer).fits
+
+
+def test_weights_in_numbers_without_units_are_said_to_be_unpacked():
+    assert any("no fp8 units" in line for line in ask(LLAMA_8B, "8xa100-80g").source)
+    assert not any("units" in line for line in ask(LLAMA_8B, "8xh100").source)
 
 
 def test_a_division_of_engines_is_told_where_times_are_promised():
