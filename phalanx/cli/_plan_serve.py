@@ -10,6 +10,7 @@ from typing import Any
 import typer
 
 from phalanx.cli._plan_emit import written_files
+from phalanx.cli._plan_file import file_table, show_file
 from phalanx.cli.job import resolve
 from phalanx.cli.output import emit, paragraph, table, versioned, write
 from phalanx.cost.bars import Bar
@@ -88,6 +89,8 @@ def plan_serving(
         nearest=nearest,
         given=[_given_table(server) for server in servers],
     )
+    if given is not None:
+        document |= {"file": file_table(given)}
 
     def show() -> None:
         params, active = format_count(shape.num_params), format_count(shape.active_params)
@@ -101,6 +104,8 @@ def plan_serving(
             _show(answer)
         for each, server in zip(asked, servers):
             _show_given(each.text, server)
+        if given is not None:
+            show_file(given)
         for line in written:
             paragraph(line, hang=2)
         if not fitting:

@@ -14,7 +14,7 @@ from phalanx.errors import JobError
 if TYPE_CHECKING:
     from phalanx.job import Job
     from phalanx.planner.importers import ForeignPlan
-    from phalanx.planner.price import PricedJob
+    from phalanx.planner.priced_job import PricedJob
     from phalanx.planner.question import Question
 
 
@@ -119,6 +119,7 @@ def _price(
     job: Job, question: Question, output: str, emit_to: str, explain: bool, json_file: str
 ) -> None:
     from phalanx.cli import _plan_text as text
+    from phalanx.cli._plan_file import file_table, show_file
     from phalanx.planner.price import price_job
 
     priced = price_job(job, question)
@@ -127,6 +128,8 @@ def _price(
 
     def show() -> None:
         text.show(priced)
+        if question.foreign is not None:
+            show_file(question.foreign, explain=explain)
         if explain:
             from phalanx.cli._plan_explain import explain as show_sources
 
@@ -134,7 +137,10 @@ def _price(
         for line in written:
             paragraph(line, hang=2)
 
-    emit(versioned("plan", **priced.to_dict()), json_file, show)
+    document = priced.to_dict()
+    if question.foreign is not None:
+        document |= {"file": file_table(question.foreign)}
+    emit(versioned("plan", **document), json_file, show)
     if not priced.fits:
         raise typer.Exit(1)
 

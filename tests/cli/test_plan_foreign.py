@@ -73,6 +73,19 @@ def test_the_method_of_a_file_counts_more_than_rows_of_one_length(file, tmp_path
     assert model["trained"] < model["params"] / 50
 
 
+def test_keys_without_a_counterpart_are_told_and_stand_in_the_json(file, tmp_path, capsys):
+    text = SAMPLES["trl"][1].replace("load_in_4bit: true", "colour: blue")
+    script = file("sft.yaml", text)
+    assert plan("--from", script, "--on", "2xh100") == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "unknown: colour (line 7), trl 1.16.0 has no such key" in said
+    assert "not modelled: use_liger_kernel (line 18)" in said
+    assert plan("--from", script, "--on", "2xh100", "--json", str(tmp_path / "out.json")) == 0
+    document = json.loads((tmp_path / "out.json").read_text())["file"]
+    assert document["values"]["lora_rank"] == {"value": 32, "from": "line 4: lora_r"}
+    assert {note["key"] for note in document["notes"]} >= {"colour", "use_liger_kernel"}
+
+
 def test_a_file_that_nobody_knows_exits_two_in_one_line(file, capsys):
     assert plan("--from", file("a.yaml", "colour: blue\n"), "--on", "2xh100") == 2
     error = capsys.readouterr().err

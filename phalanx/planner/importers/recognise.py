@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib import import_module
+from itertools import pairwise
 from pathlib import Path, PurePath
 
 from phalanx.errors import JobError
@@ -12,6 +13,7 @@ from phalanx.planner.importers.entries import (
     MOST_BYTES,
     UNREADABLE,
     Document,
+    Entry,
     is_toml,
     toml_document,
     unreadable,
@@ -186,6 +188,8 @@ def _from_command(kind: str, words: list[Word], path: str) -> ForeignPlan:
         dashed = [Word(_dashed(word.text), word.line, word.quoted) for word in words]
         return importer(kind)(options(dashed, path, SHORT), model)
     document = options(words, path)
+    if kind == "trl":
+        document = _with_command(document, words)
     config = document.entries.get("config")
     if kind == "trl" and config and isinstance(config.value, str):
         return _with_config(document, Path(path).parent / config.value, path)
@@ -196,6 +200,15 @@ def _dashed(text: str) -> str:
     """vLLM takes options with underscores too."""
     name, has_value, value = text.partition("=")
     return name.replace("_", "-") + has_value + value if text.startswith("--") else text
+
+
+def _with_command(document: Document, words: list[Word]) -> Document:
+    """`trl dpo`: what kind of training the words behind the program ask for."""
+    for word, after in pairwise(words):
+        if PurePath(word.text).name == "trl" and not after.text.startswith("-"):
+            entry = Entry("command", after.text, after.line)
+            return document._replace(entries={**document.entries, "command": entry})
+    return document
 
 
 def _with_config(document: Document, config: Path, path: str) -> ForeignPlan:

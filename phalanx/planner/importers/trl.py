@@ -46,6 +46,9 @@ def read(document: Document) -> ForeignPlan:
     if not reading.text("dataset_name", "data"):
         _mixture(reading)
     reading.use("dataset_config", "config", "model_revision")
+    if reading.raw("command") not in (None, "sft"):
+        text = "priced as supervised training: rollouts, rewards and references are not part of it"
+        reading.note("command", NOT_MODELLED, text)
     _method(reading)
     _batch(reading)
     _precision(reading)

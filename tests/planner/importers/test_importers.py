@@ -111,6 +111,8 @@ def test_trls_command_line_means_the_same_as_its_file():
     ]
     plan = read_text(f"trl sft {' '.join(words)}\n", "sft.sh")
     assert plan.stated() == read("trl").stated()
+    other = read_text(f"trl dpo {' '.join(words)}\n", "dpo.sh")
+    assert "command" in notes(other, "not modelled")
 
 
 def test_a_launch_file_and_a_training_file_are_one_plan():
