@@ -5,7 +5,7 @@ from __future__ import annotations
 from phalanx.cli.output import paragraph, write
 from phalanx.errors import PhalanxError
 from phalanx.planner.answers import Answer
-from phalanx.planner.price import PricedJob
+from phalanx.planner.priced_job import PricedJob
 from phalanx.planner.sizing import four_axes
 from phalanx.units import format_bytes, format_flops
 

@@ -12,7 +12,7 @@ from phalanx.errors import JobError, PlanError
 from phalanx.plan import Plan, Pool, RoleProgram
 from phalanx.planner.answers import Answer, PricedPlan
 from phalanx.planner.emitters import Site, emit, plan_of
-from phalanx.planner.price import PricedJob
+from phalanx.planner.priced_job import PricedJob
 from phalanx.report import Report
 
 _MOST_TRIED = 4000  # plans, of which only other kinds are written

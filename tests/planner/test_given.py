@@ -9,7 +9,8 @@ from phalanx.job import load_job
 from phalanx.planner.given import given_plan
 from phalanx.planner.importers import ForeignPlan
 from phalanx.planner.lockfile import foreign_files, lockfile
-from phalanx.planner.price import PricedJob, price_job
+from phalanx.planner.price import price_job
+from phalanx.planner.priced_job import PricedJob
 from phalanx.planner.question import Question
 from phalanx.planner.search import answer
 from tests.planner.plan_cases import asked, training
