@@ -79,7 +79,7 @@ def test_keys_without_a_counterpart_are_told_and_stand_in_the_json(file, tmp_pat
     assert plan("--from", script, "--on", "2xh100") == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "unknown: colour (line 7), trl 1.16.0 has no such key" in said
-    assert "not modelled: use_liger_kernel (line 18)" in said
+    assert "not modelled: use_liger_kernel (line 19)" in said
     assert plan("--from", script, "--on", "2xh100", "--json", str(tmp_path / "out.json")) == 0
     document = json.loads((tmp_path / "out.json").read_text())["file"]
     assert document["values"]["lora_rank"] == {"value": 32, "from": "line 4: lora_r"}
