@@ -90,10 +90,7 @@ _SPREADS = {
     "pace": Spread(0.0, 0.1, 0.06, 0.1, 0.08, 0.08),
 }
 # where a family is known to differ, what its factor is thought to be before any row is seen
-_ASSUMED = {
-    ("stall_s", "nanotron"): 2.0,
-    ("crowding", "nanotron"): 5.0,
-}
+_ASSUMED = {("stall_s", "nanotron"): 2.0, ("crowding", "nanotron"): 5.0}
 
 
 @dataclass(frozen=True)
@@ -187,10 +184,8 @@ def _keys(row: TrainingRow) -> dict[str, str]:
 
 def _assumed(field: str, family: str) -> float:
     """The factor that brings the default to what a family is thought to have."""
-    value = _ASSUMED.get((field, family))
     default = getattr(StepEfficiency(), field)
-    if value is None:
-        return 1.0
+    value = _ASSUMED.get((field, family), default)
     if field in SHARES:
         return (value / (1 - value)) / (default / (1 - default))
     return value / default
@@ -265,18 +260,24 @@ def cross_validated_s(data: Data) -> np.ndarray:
 
 
 def bars(data: Data, seconds: np.ndarray) -> dict[str, dict[str, Any]]:
-    """5th and 95th percentile of measured over predicted, by kind and family."""
+    """What 90 % of measured over predicted lie between, by kind and family."""
     groups: dict[str, list[float]] = defaultdict(list)
     for row, ratio in zip(data.rows, data.measured_s / seconds, strict=True):
         kind = _kind(row)
         for name in (f"{kind} with {family_of(row.software)}", kind, "all"):
             groups[name].append(float(ratio))
     return {
-        name: {"low": _rounded(np.quantile(each, 0.05)), "high": _rounded(np.quantile(each, 0.95))}
-        | {"rows": len(each)}
+        name: {"low": _edge(each, 0.05), "high": _edge(each, 0.95), "rows": len(each)}
         for name, each in sorted(groups.items())
         if len(each) >= _LEAST_ROWS_OF_BAR or name in ("dense", "experts", "lora", "all")
     }
+
+
+def _edge(values: Sequence[float], share: float) -> float:
+    """The value that a further one is below with probability `share`, outer of two neighbours."""
+    rank = share * (len(values) + 1)
+    at = int(np.floor(rank) if share < 0.5 else np.ceil(rank)) - 1
+    return _rounded(sorted(values)[min(max(at, 0), len(values) - 1)])
 
 
 def _kind(row: TrainingRow) -> str:
