@@ -21,14 +21,14 @@ _TYPES = {
     **dict.fromkeys(["MULTI_MLU", "MULTI_MUSA", "MULTI_SDAA", "MULTI_NEURON", "XLA"], "ddp"),
 }
 # strategy -> (ZeRO stage, weights stay gathered, replicas across machines)
-_STRATEGIES = {
+STRATEGIES = {
     "FULL_SHARD": (3, False, False),
     "SHARD_GRAD_OP": (3, True, False),
     "NO_SHARD": (0, False, False),
     "HYBRID_SHARD": (3, False, True),
     "HYBRID_SHARD_ZERO2": (3, True, True),
 }
-_NUMBERED = {str(at): value for at, value in enumerate(_STRATEGIES.values(), 1)}
+_NUMBERED = {str(at): value for at, value in enumerate(STRATEGIES.values(), 1)}
 _NOT_MODELLED = {
     "dynamo_config": "torch.compile changes the speed of operators; prices are for compiled models",
     "dynamo_backend": "torch.compile changes the speed of operators",
@@ -89,13 +89,13 @@ def _fsdp(reading: Reading) -> None:
 
     version = reading.whole(key("version"), default=1)
     place = key("sharding_strategy")
-    default = _STRATEGIES["FULL_SHARD"]
+    default = STRATEGIES["FULL_SHARD"]
     if version >= 2:
-        strategies = {"true": default, "false": _STRATEGIES["SHARD_GRAD_OP"]} | _STRATEGIES
+        strategies = {"true": default, "false": STRATEGIES["SHARD_GRAD_OP"]} | STRATEGIES
         reading.use(place)
         place = key("reshard_after_forward")
     else:
-        strategies = _STRATEGIES | _NUMBERED
+        strategies = STRATEGIES | _NUMBERED
         reshard = key("reshard_after_forward")
         if place not in reading.document.entries and reshard in reading.document.entries:
             place = reshard

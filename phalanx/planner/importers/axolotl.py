@@ -6,6 +6,7 @@ Devices = dp_replicate * dp_shard * context * tensor; what is not stated of them
 
 from __future__ import annotations
 
+from phalanx.planner.importers.accelerate import STRATEGIES
 from phalanx.planner.importers.entries import Document
 from phalanx.planner.importers.foreign import ALL_LEFT, ASSUMED, NOT_MODELLED, ForeignPlan
 from phalanx.planner.importers.reading import Reading
@@ -17,7 +18,12 @@ _NOT_MODELLED = {
     "torch_compile": "torch.compile changes the speed of operators",
     "activation_offloading": "activations in host memory",
     "selective_checkpointing": "what is kept by operator is priced as selective recomputation",
-    "liger_rope": "fused kernels keep fewer activations and logits",
+    **dict.fromkeys(
+        (f"liger_{name}" for name in ("rope", "rms_norm", "layer_norm", "glu_activation")),
+        "fused kernels keep fewer activations",
+    ),
+    "liger_fused_linear_cross_entropy": "a fused loss keeps no logits",
+    "cut_cross_entropy": "a fused loss keeps no logits",
     "plugins": "what plug-ins change is not known here",
     "unfrozen_parameters": "priced as if all weights were trained",
     "lora_modules_to_save": "modules that are trained whole besides the adapters",
@@ -144,6 +150,7 @@ def _mesh(reading: Reading) -> None:
     reading.set("context", context, reading.where("context_parallel_size"))
     reading.use("heads_k_stride", "ring_attn_func")
     reading.set("context_kind", "ring", "axolotl passes keys and values around a ring")
+    reading.whole("expert_parallel_size", "expert", default=1)
     reading.whole("dp_replicate_size", "replicate", default=1)
     shard = reading.whole("dp_shard_size")
     sharded = reading.document.has("fsdp_config", "fsdp", "dp_shard_size", "fsdp_version")
@@ -159,18 +166,32 @@ def _mesh(reading: Reading) -> None:
 
 
 def _fsdp(reading: Reading) -> None:
+    """FSDP 1 names a strategy, FSDP 2 whether it reshards; keys stand with or without a prefix."""
+
+    def key(name: str) -> str:
+        long = f"fsdp_config.fsdp_{name}"
+        return long if long in reading.document.entries else f"fsdp_config.{name}"
+
     reading.use("fsdp", "fsdp_version", "fsdp_config.fsdp_version")
-    at = "fsdp_config."
-    reshard = reading.flag(f"{at}reshard_after_forward")
+    place = key("sharding_strategy")
+    strategy = reading.word(place, STRATEGIES)
+    if strategy:
+        zero, kept, is_hybrid = strategy
+        reading.set("zero", zero, reading.where(place))
+        reading.set("keeps_gathered", kept, reading.where(place))
+        if not zero:
+            reading.set("shard", 1, reading.where(place))
+        if is_hybrid:
+            reading.note(place, NOT_MODELLED, "priced as sharding over all devices")
+    place = key("reshard_after_forward")
+    reshard = reading.flag(place)
     if reshard is not None:
-        where = reading.where(f"{at}reshard_after_forward")
-        reading.set("keeps_gathered", not reshard, where)
-    if reading.flag(f"{at}activation_checkpointing"):
-        where = reading.where(f"{at}activation_checkpointing")
-        reading.set("recompute", "full", where)
-    if reading.flag(f"{at}offload_params", default=False):
-        reading.set("offload", 1.0, reading.where(f"{at}offload_params"))
-        reading.set("offloads_weights", True, reading.where(f"{at}offload_params"))
+        reading.set("keeps_gathered", not reshard, reading.where(place))
+    if reading.flag(key("activation_checkpointing")):
+        reading.set("recompute", "full", reading.where(key("activation_checkpointing")))
+    if reading.flag(key("offload_params"), default=False):
+        reading.set("offload", 1.0, reading.where(key("offload_params")))
+        reading.set("offloads_weights", True, reading.where(key("offload_params")))
 
 
 def _deepspeed(reading: Reading) -> None:

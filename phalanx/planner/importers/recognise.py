@@ -21,7 +21,7 @@ from phalanx.planner.importers.entries import (
 )
 from phalanx.planner.importers.foreign import ForeignPlan
 from phalanx.planner.importers.merge import merged
-from phalanx.planner.importers.shell import Word, commands, options
+from phalanx.planner.importers.shell import Word, assigned_options, commands, options
 
 # program -> keys of which one is enough to know it by, in YAML and TOML
 YAML_KEYS = {
@@ -132,6 +132,9 @@ def _from_words(text: str, path: str) -> ForeignPlan:
         kind = _kind_of(words)
         if kind:
             found.append((kind, words))
+    loose = [] if found else assigned_options(text, path)
+    if loose and (kind := _kind_of(loose)):
+        found.append((kind, loose))
     kinds = sorted({kind for kind, _ in found})
     if len(kinds) > 1:
         first = found[0][1][0].line

@@ -52,6 +52,22 @@ def commands(text: str, path: str) -> list[list[Word]]:
     Raises:
         JobError: `foreign/unreadable` for a quote or bracket that never closes, with its line.
     """
+    return _played(text, path)[0]
+
+
+def assigned_options(text: str, path: str) -> list[Word]:
+    """Words of all variables that hold options: of a file that another script reads.
+
+    Raises:
+        JobError: `foreign/unreadable`, as `commands`.
+    """
+    values = _played(text, path)[1].values()
+    held = [[part for word in words for part in _split(word, False)] for words in values]
+    return [word for words in held if words and words[0].text.startswith("--") for word in words]
+
+
+def _played(text: str, path: str) -> tuple[list[list[Word]], dict[str, list[Word]]]:
+    """Commands, and what variables hold at the end."""
     values: dict[str, list[Word]] = {}
     found: list[list[Word]] = []
     for statement in _statements(text, path):
@@ -63,7 +79,7 @@ def commands(text: str, path: str) -> list[list[Word]]:
             raise unreadable(path, words[0].line, "is too long to be read")
         if filled:
             found.append(filled)
-    return found
+    return found, values
 
 
 def options(words: Sequence[Word], path: str, short: dict[str, str] | None = None) -> Document:

@@ -92,6 +92,16 @@ def test_axolotls_fsdp_shards_all_that_is_left_of_the_devices():
     assert (row["zero"], row["shard"], row["context"], row["data"]) == (3, 8, 2, 4)
 
 
+@pytest.mark.parametrize("prefix", ["", "fsdp_"])
+def test_axolotls_fsdp_keys_stand_with_and_without_their_prefix(prefix):
+    more = (
+        f"fsdp_config:\n  {prefix}sharding_strategy: SHARD_GRAD_OP\n  {prefix}offload_params: true"
+    )
+    plan = read("axolotl", ("colour: blue", more))
+    assert values(plan, "zero", "keeps_gathered", "offload") == (3, True, 1.0)
+    assert not notes(plan, "unknown")
+
+
 def test_trls_own_fields():
     plan = read("trl")
     assert values(plan, *ADAPTERS) == ("lora", 32, 64, 0.05, ("q_proj", "v_proj"), 4)
@@ -172,6 +182,13 @@ def test_a_bare_list_of_megatrons_arguments_is_enough():
     text = "--tensor-model-parallel-size 2 --num-layers 4 --micro-batch-size 1 --seq-length 512"
     plan = read_text(text, "args.txt")
     assert values(plan, "kind", "tensor", "micro_rows") == ("megatron", 2, 1)
+
+
+def test_options_that_a_script_only_keeps_in_variables_are_read():
+    text = 'MODEL="--num-layers 4 --hidden-size 64"\nRUN=(--micro-batch-size 2 --seq-length 512)\n'
+    plan = read_text(text, "model.sh")
+    assert values(plan, "kind", "micro_rows", "row_tokens") == ("megatron", 2, 512)
+    assert plan.sizes["hidden_size"] == 64
 
 
 def test_a_vllm_line_says_devices_limits_and_sizes_of_elements():
