@@ -250,10 +250,11 @@ def _size(size: Size) -> str:
         return f"{machine}: {size.why_not}"
     found = size.found
     assert found.best is not None
-    words = found.best.sized.describe()
+    sized, number = found.best.sized, found.asked.cluster.num_devices
+    only = f" [simulated only: {', '.join(sized.missing)}]" if sized.missing else ""
     return (
-        f"{machine}: {found.asked.cluster.num_devices:,} devices would do, in "
-        f"{duration(found.hours)}, {dollars(found.dollars)}: {words}"
+        f"{machine}: {number:,} device{'' if number == 1 else 's'} would do, in "
+        f"{duration(found.hours)}, {dollars(found.dollars)}: {sized.describe()}{only}"
     )
 
 

@@ -50,7 +50,10 @@ class Largest:
 
 def largest_of(what: str, asked: Answer) -> Largest:
     """The largest of its kind that fits the limit of a cluster's answer."""
-    return _micro_batch(asked) if what == "micro-batch" else _context(asked)
+    found = _micro_batch(asked) if what == "micro-batch" else _context(asked)
+    if found.runnable_tokens == found.tokens:  # of two plans for it, the one that runs
+        return replace(found, plan=found.runnable_plan)
+    return found
 
 
 def _micro_batch(asked: Answer) -> Largest:

@@ -51,11 +51,13 @@ def smallest_size(
 
     The first size that meets them all, of those doubled from the least that weights and FLOPs ask
     for: more devices never use their time better, so it is about the cheapest that is fast enough.
+    Tuning is what `phalanx train` runs, if it knows the model; pretraining may be simulated only.
 
     Args:
         options: of `planner.search.answer`.
     """
     training, machine = asked.training, asked.asked.cluster.machine
+    options |= {"must_run": training.config is not None and training.method != "pretrain"}
     fast_enough: list[Answer] = []
     for number in _numbers(asked, limit_s):
         cluster = Cluster(machine, number)
