@@ -22,6 +22,7 @@ SYSTEM = System(
         "micro-batches and any round length, first and last pipeline ranks hold fewer layers, and "
         "context parallelism gathers keys and values so that document masks stay simple."
     ),
-    policies=("pipeline/interleaved", "context/all_gather"),
-    builds_on=("data/fsdp", "tensor/megatron"),
+    policies=("context/all_gather",),
+    builds_on=("data/fsdp", "tensor/megatron", "pipeline/interleaved"),
+    modules=("planner/sizing",),
 )
