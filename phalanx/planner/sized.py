@@ -165,10 +165,11 @@ def _promising(
     sized = sized_table(training, cluster, table, {})
     peak = sized.memory.peak_bytes
     fits = peak <= max(limit_bytes, float(peak.min(initial=np.inf)))
+    unseen = np.setdiff1d(known["layout"], table["layout"])  # legal with larger micro-batches only
     table = table.keep(fits)
     seconds = training_step(training.shape, sized.plans.take(fits), cluster.machine).total_s
     chosen, first = np.unique(table["layout"][np.argsort(seconds)], return_index=True)
-    chosen = chosen[np.argsort(first)]  # fastest first
+    chosen = np.concatenate([chosen[np.argsort(first)], unseen])  # fastest first
     rows_of = training.rows.options
     ways = {int(n): len(rows_of(int(n))["row_tokens"]) for n in np.unique(layouts["data"])}
     of_each = np.array([ways[int(n)] for n in layouts["data"][chosen]]) * len(recompute)
