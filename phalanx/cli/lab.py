@@ -182,7 +182,8 @@ def _quantity(name: str, value: float) -> str:
 
 def _show(found: Validation, is_seen: bool) -> None:
     from phalanx.lab.cross_validated import fold_scores
-    from phalanx.lab.page import QUANTITY_NAMES, figure, in_order, percent
+    from phalanx.lab.markdown import QUANTITY_NAMES, percent
+    from phalanx.lab.page import figure, in_order
     from phalanx.lab.targets import TARGETS
 
     lines = [

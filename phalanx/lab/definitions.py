@@ -3,16 +3,10 @@
 from __future__ import annotations
 
 import inspect
-import textwrap
 from collections.abc import Iterator
 
 from phalanx.lab import row_class, row_plan
-
-
-def wrapped(text: str, bullet: str = "") -> str:
-    """Lines of at most 100 characters."""
-    hang = " " * len(bullet)
-    return textwrap.fill(text, 100, initial_indent=bullet, subsequent_indent=hang)
+from phalanx.lab.markdown import wrapped
 
 
 def definitions() -> Iterator[str]:

@@ -9,20 +9,14 @@ import numpy as np
 
 from phalanx.lab import row_class
 from phalanx.lab.cross_validated import FoldScore, fold_scores, unseen_figure
-from phalanx.lab.definitions import definitions, wrapped
+from phalanx.lab.definitions import definitions
+from phalanx.lab.markdown import QUANTITY_NAMES, percent, table, wrapped
 from phalanx.lab.missed import REASONS, WEAK
+from phalanx.lab.page_folds import out_of_fold
 from phalanx.lab.scored import SourceScore, Validation
 from phalanx.lab.scores import MacroScore
 from phalanx.lab.targets import TARGETS, Target
 
-QUANTITY_NAMES = {
-    "step_s": "step time",
-    "memory_bytes": "peak memory",
-    "ttft_s": "TTFT",
-    "tpot_s": "TPOT",
-    "latency_s": "request latency",
-    "output_tokens_per_s_per_device": "tokens/s/device",
-}
 _MOST_REASONS = 14
 
 
@@ -40,7 +34,7 @@ def page(found: Validation, picture: str = "", *, is_seen: bool = False) -> str:
         _head(found, picture, is_seen),
         _targets(found, folds),
         _classes(found),
-        _out_of_fold(folds),
+        out_of_fold(folds),
         _sources(found),
         _grids(found),
         _weak() if is_seen else iter(()),
@@ -48,14 +42,6 @@ def page(found: Validation, picture: str = "", *, is_seen: bool = False) -> str:
         definitions(),
     )
     return "\n".join(line for part in parts for line in part).rstrip() + "\n"
-
-
-def percent(value: float | None, *, sign: bool = False) -> str:
-    """With one digit below 10 %; empty for what is unknown."""
-    if value is None or value != value:
-        return ""
-    digits = 1 if abs(value) < 0.0995 else 0
-    return f"{100 * value:{'+' if sign else ''}.{digits}f}%"
 
 
 def figure(target: Target, value: float) -> str:
@@ -87,20 +73,12 @@ def _head(found: Validation, picture: str, is_seen: bool) -> Iterator[str]:
             "few numbers for each accelerator, precision and software, never for a row, a model "
             "or a plan. Scores on them are therefore in sample. What is said out of fold comes "
             "from fits that had not seen the group of rows they are judged by; that is what to "
-            "expect of a plan that nobody has published."
+            "expect of a plan that nobody has published. Even that is a little kind: formulas, and "
+            "what frameworks are taken to imply, were chosen with these tables in sight."
         )
     if picture:
         yield ""
         yield f"![Predicted against measured, with the constant-MFU baseline beside]({picture})"
-
-
-def _table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> Iterator[str]:
-    yield ""
-    yield f"| {' | '.join(header)} |"
-    yield f"|{'---|' * len(header)}"
-    for line in lines:
-        yield f"| {' | '.join(line)} |"
-    yield ""
 
 
 def _targets(found: Validation, folds: Sequence[FoldScore]) -> Iterator[str]:
@@ -123,7 +101,7 @@ def _targets(found: Validation, folds: Sequence[FoldScore]) -> Iterator[str]:
         header.pop(2)
         for line in lines:
             line.pop(2)
-    yield from _table(header, lines)
+    yield from table(header, lines)
     if missed:
         yield "What is missed, and why:"
         yield ""
@@ -167,31 +145,7 @@ def _classes(found: Validation) -> Iterator[str]:
         *("class", "quantity", "sources", "rows", "median error", "p90", "bias"),
         *("in 90 % bars", "worst source", "baseline median"),
     )
-    yield from _table(header, lines)
-
-
-def _out_of_fold(scores: Sequence[FoldScore]) -> Iterator[str]:
-    if not scores:
-        return
-    yield "## Out of fold"
-    yield ""
-    yield wrapped(
-        "Five folds of whole groups (same source, model, hardware, size and sequence length). The "
-        "median is that of all rows; targets are judged by the one over sources, where it is kept."
-    )
-    lines = [
-        [
-            QUANTITY_NAMES.get(score.name, score.name),
-            f"{score.figures.get('rows', 0):,.0f}",
-            *(percent(score.figures.get(name)) for name in ("median", "macro", "p90")),
-            percent(score.figures.get("bias"), sign=True),
-            percent(score.figures.get("in_bar")),
-        ]
-        for score in scores
-    ]
-    yield from _table(
-        ("what", "rows", "median error", "over sources", "p90", "bias", "in 90 % bars"), lines
-    )
+    yield from table(header, lines)
 
 
 def _sources(found: Validation) -> Iterator[str]:
@@ -203,7 +157,7 @@ def _sources(found: Validation) -> Iterator[str]:
         *("source", "class", "coverage", "quantity", "rows", "median error", "p90", "bias"),
         *("in 90 % bars", "baseline median"),
     )
-    yield from _table(header, lines)
+    yield from table(header, lines)
 
 
 def _source_lines(score: SourceScore) -> Iterator[list[str]]:
@@ -267,7 +221,7 @@ def _grids(found: Validation) -> Iterator[str]:
         *("source", "grids", "Spearman median", "lowest", "regret median", "highest"),
         *("failed choices", "out-of-memory precision", "recall"),
     )
-    yield from _table(header, lines)
+    yield from table(header, lines)
 
 
 def _weak() -> Iterator[str]:
@@ -294,4 +248,4 @@ def _unpriced(found: Validation) -> Iterator[str]:
     rest = sum(reasons.values()) - sum(count for _, count in reasons.most_common(_MOST_REASONS))
     if rest:
         lines.append(["other reasons", f"{rest:,}"])
-    yield from _table(("reason", "rows"), lines)
+    yield from table(("reason", "rows"), lines)

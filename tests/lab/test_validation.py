@@ -10,7 +10,8 @@ import pytest
 from phalanx.cli import main
 from phalanx.lab.baseline import fit_constant_rate, useful_flops
 from phalanx.lab.csv_rows import seen_table
-from phalanx.lab.page import page, percent
+from phalanx.lab.markdown import percent
+from phalanx.lab.page import page
 from phalanx.lab.scored import Validation, plain
 from phalanx.lab.serving_rows import read_serving
 from phalanx.lab.targets import TARGETS
