@@ -13,9 +13,9 @@ REASONS: Mapping[str, str] = {
 }
 
 WEAK: Sequence[str] = (
-    "nanotron's sweep: a fifth of its runs are off by more than half. With four pipeline stages and "
-    "more, a micro-batch takes one to two seconds longer on 512 devices, on some of 64 and 128, and "
-    "on hardly any of 256; no column tells which. Order and choice of plans survive it.",
+    "nanotron's sweep: a fifth of its runs are off by more than half. With four pipeline stages "
+    "and more, a micro-batch takes one to two seconds longer on 512 devices, on some of 64 and "
+    "128, and on hardly any of 256; no column tells which. Order and choice of plans survive it.",
     "Mixtures of experts: tables name neither what is recomputed or offloaded nor how tokens were "
     "spread, and releases move the same plan (Qwen3 30B on 8 B200 printed 14.5, 28.2, 27.1 and, "
     "with larger micro-batches, 9.8 s).",
