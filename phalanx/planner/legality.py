@@ -35,6 +35,7 @@ NO_STATE = "cut a linear attention's row other than by heads"
 NO_EXPERTS = "spread experts over more ranks than there are"
 NO_ROUND = "have fewer micro-batches than the schedule needs"
 NO_CHUNK = "give chunks of a pipeline unequal numbers of layers"
+NO_HOST = "move more moments to the host than it has memory for"
 NO_FOLD = "fold a pipeline of an odd number of ranks"
 
 _GPIPE, _1F1B, _INTERLEAVED, _ZERO_BUBBLE, _ZBV, _DUALPIPE = range(len(SCHEDULES))

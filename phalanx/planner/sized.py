@@ -15,7 +15,7 @@ from phalanx.cost.training_step import training_step
 from phalanx.hardware import Cluster
 from phalanx.planner.answers import SizedPlan
 from phalanx.planner.columns import Options, Table
-from phalanx.planner.legality import sizes_of
+from phalanx.planner.legality import NO_HOST, sizes_of
 from phalanx.planner.runnable import obstacles
 from phalanx.planner.space import list_layouts, num_plans, with_rows
 from phalanx.planner.training import Training
@@ -123,8 +123,13 @@ def sized_plans(training: Training, cluster: Cluster, limit_bytes: float = 0.0) 
     if not (trains_all and too_large.any()):
         return found
     apart = table.keep(too_large)
-    away = sized_table(training, cluster, apart.joined(offload=np.ones(len(apart))), illegal)
-    return _stacked(found, away)
+    apart = apart.joined(offload=np.ones(len(apart)))
+    away = sized_table(training, cluster, apart, illegal)
+    host = cluster.machine.host_memory
+    if host is not None and (crowded := away.memory.host_bytes > host.value).any():
+        illegal[NO_HOST] += int(crowded.sum())
+        away = sized_table(training, cluster, apart.keep(~crowded), illegal)
+    return _stacked(found, away) if len(away) else found
 
 
 def _stacked(first: SizedPlans, second: SizedPlans) -> SizedPlans:

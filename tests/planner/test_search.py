@@ -13,6 +13,7 @@ from phalanx.cost.training_plans import RECOMPUTE, SCHEDULES, TrainingPlans
 from phalanx.cost.training_step import training_step
 from phalanx.models.named import named_model
 from phalanx.planner import search
+from phalanx.planner.legality import NO_HOST
 from phalanx.planner.refined import PLAYED, refine
 from phalanx.planner.runnable import Layout
 from phalanx.planner.search import TIGHT_COSTS, answer
@@ -193,6 +194,14 @@ def test_moments_leave_for_the_host_only_where_a_plan_would_not_fit_otherwise():
     assert away.sum() == (roomy.memory.peak_bytes > limit).sum() > 0
     assert (small.memory.host_bytes[away] > 0).all() and not small.runnable()[away].any()
     assert not sized_plans(LORA_JOB, asked(2).cluster, 1e6).table["offload"].any()
+
+
+def test_moments_leave_only_for_hosts_that_have_room():
+    qwen = pretraining(named_model("qwen3-32b").config, seq_tokens=4096, batch_tokens=1 << 16)
+    cluster = asked(1, "h100").cluster  # 262 GB of moments, 275 GB of host memory: not 405B's
+    assert (sized_plans(qwen, cluster).table["offload"] > 0).any()
+    llama_405b = sized_plans(pretraining(LLAMA, batch_tokens=1 << 16), cluster)
+    assert not llama_405b.table["offload"].any() and llama_405b.illegal[NO_HOST] > 0
 
 
 def test_plans_with_and_without_moments_on_the_device_stand_in_one_table():
