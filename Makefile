@@ -23,23 +23,28 @@ run: install
 run-check: install
 	$(BIN)/phalanx run examples/gemma3-270m.toml --check
 
+# Tests of processes have the cores for themselves; the others share them.
+PYTEST := $(BIN)/python -m pytest -q
+FAST := $(PYTEST) -n 2 --dist loadfile -m "not slow and not dist and not demo" --timeout 120
+
 test: install
-	$(BIN)/python -m pytest -q -m "not slow"
+	$(FAST)
+	$(PYTEST) -m "not slow and (dist or demo)"
 
 # Style, types, import rules and the tests that need no process: under three minutes.
 check: install
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -q -m "not slow and not dist and not demo" --timeout 60
+	$(FAST)
 
 bench: install
 	mkdir -p runs/bench
 	for name in core reshard scheduler padding decode planner simulator; do $(BIN)/python benchmarks/$$name.py --json runs/bench/$$name.json || exit 1; done
 
 soak: install
-	HYPOTHESIS_PROFILE=search $(BIN)/python -m pytest -q -m "not slow and not dist and not demo"
-	$(BIN)/python -m pytest -q -m slow
+	HYPOTHESIS_PROFILE=search $(PYTEST) -m "not slow and not dist and not demo"
+	$(PYTEST) -m slow
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -20,6 +20,7 @@ CORE = (
     "tokenizers>=0.21",
     "huggingface_hub>=0.30",
     "jinja2>=3.1",
+    "pyyaml>=6",
 )
 # extra -> (requirements, what it is for)
 EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {

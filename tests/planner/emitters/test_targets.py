@@ -56,7 +56,9 @@ def written(target, plan, folder):
     return files
 
 
-@pytest.mark.parametrize("target, parser", installed(), ids=lambda each: getattr(each, "__name__", each))
+@pytest.mark.parametrize(
+    "target, parser", installed(), ids=lambda each: getattr(each, "__name__", each)
+)
 def test_the_targets_own_parser_accepts_every_plan_that_is_written(target, parser, tmp_path):
     count = 0
     for name, plan in PLANS.items():
