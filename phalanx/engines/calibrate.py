@@ -26,7 +26,7 @@ from phalanx.models.config import DecoderConfig, to_huggingface
 from phalanx.plan import locked_versions
 from phalanx.planner.here import device_here, row_plan, tensor_bytes, training_shape
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 _WORKER = "phalanx.engines.operator_bench"
 
 

@@ -15,6 +15,8 @@ from functools import cache
 from pathlib import Path
 
 _SELF = Path("/proc/self")
+_LARGE_BYTES = 2 << 20
+_M_MMAP_THRESHOLD = -3  # malloc.h
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,20 @@ def process_bytes() -> ProcessBytes:
 def restart_peak() -> None:
     """`peak_rss` begins anew, see proc(5)."""
     (_SELF / "clear_refs").write_text("5")
+
+
+def return_large_blocks() -> None:
+    """Blocks of 2 MiB and more go back to the system as soon as they are freed.
+
+    glibc otherwise raises that limit up to 32 MiB, to the size of any block that was freed once.
+    Buffers of gathered units and gradients then leave holes between blocks that live on: a third of
+    what a training process held (docs/performance.md).
+
+    Source: mallopt(3), M_MMAP_THRESHOLD; other C libraries are left as they are.
+    """
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):
+        libc.mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
 
 
 def _fields(name: str) -> dict[str, int]:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed import DeviceMesh
 
 from phalanx.engines.launch import KERNEL_CACHE, RESOLVER
-from phalanx.engines.memory import process_bytes, restart_peak
+from phalanx.engines.memory import process_bytes, restart_peak, return_large_blocks
 from phalanx.engines.watch import Watch
 from phalanx.mesh import Mesh
 from phalanx.worlds.logged_group import device_mesh, init_logged
@@ -88,6 +88,7 @@ def start_process(
         os.environ.setdefault(name, value)
     owns = not dist.is_initialized()
     if owns:
+        return_large_blocks()
         torch.set_num_threads(_num_threads())
         # a group of its own each time, as the store outlives it
         store = dist.PrefixStore(f"start{next(_starts)}", open_store())
