@@ -1,6 +1,25 @@
 """Bytes that one rank holds at the peak of a training step. No torch.
 
-Symbols as in `cost.training`.
+Symbols as in `cost.training`; psi_head elements of a trained head. Weights and optimizer state are
+always there; beside them, the most of these moments of a step whose last backward pass reduces:
+
+    first        the gather buffer of the largest unit, beside what is gathered into
+    loss         activations, logits, gradients that wait, 2 K psi_head (the head's gradient and its
+                 product; 8 + K instead of 2 K where chunks of rows are added up in float32)
+    first layer  activations, units gathered in turn, K psi_head, gradients that wait, a layer's
+    last layer   the same with what the other layers have reduced, without activations
+    sum          gradients of the root; twice K psi_head where its head is the embedding
+    reduce       the root given back; its gradient and the copy that is reduced: (K + G) psi
+                 (2 G psi where it waited)
+
+Gradients that wait for the last micro-batch: G psi of a sharded unit, K psi of a whole one. Reduced
+ones: G psi / F of a sharded unit, (K + G) psi of one that replicas sum in a copy, K psi otherwise.
+
+Source: torch/distributed/fsdp/_fully_shard of PyTorch 2.13 (`post_backward`, `foreach_reduce`:
+gradients in the reduction's dtype wait, one copy is reduced at a time), `engines.unit_sum`,
+`ops.loss`; when a tied matrix's gradients are added: torch/csrc/autograd/input_buffer.cpp.
+Differences and limits: blocks of 2 MiB and more go back to the system when they are freed
+(`engines.memory.return_large_blocks`), smaller ones are assumed to be used again.
 """
 
 from __future__ import annotations
@@ -24,13 +43,18 @@ _MADE_BY_GATE = ("down_proj", "per_layer_projection")
 
 @dataclass(frozen=True)
 class Unit:
-    """A unit of the data specs in bytes: stored on a rank, gathered; and trained elements held."""
+    """A unit of the data specs in bytes: stored on a rank, gathered; and trained elements held.
+
+    `is_root`: it holds what no other unit claims; `is_summed`: replicas add its gradients up.
+    """
 
     rule: Rule | None
     stored: float
     gathered: float
     trained: float
     num_trained: int
+    is_root: bool = False
+    is_summed: bool = False
 
     def gathers(self, num_items: float) -> float:
         """Times that it is gathered in a step."""
@@ -67,8 +91,9 @@ def units_of(
     by_unit: dict[str, list[TensorSpec]] = {}
     for spec in (*canonical_tensors(config).values(), *adapters):
         by_unit.setdefault(_unit_name(spec.name, rules), []).append(spec)
+    is_summed = shard is None and any(mesh.degree(s.axis) > 1 for s in specs)
     units = []
-    for tensors in by_unit.values():
+    for name, tensors in by_unit.items():
         held, gathered, trained, num_trained = 0.0, 0.0, 0.0, 0
         for spec in tensors:
             share = -(-spec.shape[0] // degree) / spec.shape[0]  # of dim 0, padded
@@ -78,7 +103,7 @@ def units_of(
             trained += spec.num_elements * share * is_trained
             num_trained += spec.num_elements * is_trained
         rule = _rule_for(tensors[0].name.removesuffix(".weight"), rules)
-        units.append(Unit(rule, held, gathered, trained, num_trained))
+        units.append(Unit(rule, held, gathered, trained, num_trained, not name, is_summed))
     return units
 
 
@@ -114,40 +139,98 @@ def memory_terms(
     if saved_per_token is None:
         saved_per_token = saved_bytes_per_token(config, work, recompute)
     itemsize = DTYPE_BYTES[config.dtype]
+    always = {
+        "weights": sum(u.stored for u in units),
+        "optimizer": 8.0 * sum(u.trained for u in units),
+    }
+    gathered = _gathered_bytes(units)
+    gradients = _gradient_bytes(config, work, units, itemsize, reduce_bytes)
+    activations = work.longest_row * saved_per_token
+    rows = 2.0 * work.row_counted * config.hidden_size * (itemsize + 4)
+    chunk = min(LOGIT_CHUNK_BYTES, work.row_counted * config.vocab_size * itemsize)
+    alive = {
+        "loss": {"activations": activations, "logits": chunk + rows},
+        "first layer": {"activations": activations, "logits": rows},
+    }
+    empty = dict.fromkeys(("gathered", "gather buffer", "gradients", "activations", "logits"), 0.0)
+    moments = (
+        always | empty | gathered[name] | {"gradients": gradients[name]} | alive.get(name, {})
+        for name in gradients
+    )
+    return max(moments, key=lambda terms: sum(terms.values()))
+
+
+def _gathered_bytes(units: Sequence[Unit]) -> dict[str, dict[str, float]]:
+    """Moment -> gathered weights, and the buffers that they are received in."""
     in_turn = [u for u in units if u.rule is not None and u.rule.reshard]
     waiting = 1 + max((u.rule.prefetch for u in in_turn if u.rule), default=0)
-    regathered = [u.gathered for u in units if u.gathers(1.0)]
+    largest = max((u.gathered for u in in_turn), default=0.0)
+    kept = sum(u.gathered for u in units if u.is_kept)
+    frozen = sum(u.gathered for u in units if u.is_kept and not u.num_trained)
+    root = sum(u.gathered for u in units if u.is_root and u.is_kept and u.num_trained)
+    buffer = max((u.gathered for u in units if u.gathers(1.0)), default=0.0)
+    layers = {"gathered": kept + waiting * largest, "gather buffer": largest}
     return {
-        "weights": sum(u.stored for u in units),
-        "gathered": sum(u.gathered for u in units if u.is_kept)
-        + waiting * max((u.gathered for u in in_turn), default=0.0),
-        "gather buffer": max(regathered, default=0.0),
-        "gradients": _gradient_bytes(units, work, itemsize, reduce_bytes),
-        "optimizer": 8.0 * sum(u.trained for u in units),
-        "activations": work.longest_row * saved_per_token,
-        "logits": float(
-            min(LOGIT_CHUNK_BYTES, work.row_counted * config.vocab_size * itemsize)
-            + 2 * work.row_counted * config.hidden_size * (itemsize + 4)
-        ),
+        "first": {"gathered": kept + largest, "gather buffer": buffer},
+        "loss": {"gathered": kept},
+        "first layer": layers,
+        "last layer": {"gathered": frozen + root + largest},
+        "sum": {"gathered": frozen + root},
+        "reduce": {"gathered": frozen},
     }
 
 
 def _gradient_bytes(
-    units: Sequence[Unit], work: Workload, itemsize: int, reduce_bytes: int
-) -> float:
-    """What a rank keeps reduced, and the whole gradients beside it.
+    config: DecoderConfig,
+    work: Workload,
+    units: Sequence[Unit],
+    itemsize: int,
+    reduce_bytes: int,
+) -> dict[str, float]:
+    """Moment -> gradients, whole and reduced, and what the loss makes of the head's."""
+    accumulates = work.num_items > 1
+    root = [u for u in units if u.is_root]
+    layers = [u for u in units if not u.is_root]
+    named = canonical_tensors(config)
+    head = named["model.embed_tokens.weight" if config.tied_head else "lm_head.weight"]
+    num_head = 0 if work.lora else head.num_elements
 
-    A sharded unit scatters its gradient as soon as it is there, so one at a time is whole; where
-    micro-batches come before the one that reduces, all of them are, and so they are without shards.
-    """
-    accumulating = reduce_bytes if work.num_items > 1 else 0
-    whole = in_turn = 0.0
-    for unit in units:
-        if unit.rule is not None and (unit.reduces_always or not accumulating):
-            in_turn = max(in_turn, unit.num_trained * float(itemsize + reduce_bytes))
-        else:
-            whole += unit.num_trained * (itemsize + accumulating)
-    return whole + in_turn + reduce_bytes * sum(unit.trained for unit in units)
+    def waits(unit: Unit) -> float:
+        if not accumulates or unit.reduces_always:
+            return 0.0
+        return float(unit.num_trained * (itemsize if unit.rule is None else reduce_bytes))
+
+    def before(unit: Unit) -> float:
+        is_there = accumulates and unit.reduces_always
+        return waits(unit) + is_there * reduce_bytes * unit.trained
+
+    def reduced(unit: Unit) -> float:
+        if unit.rule is not None:
+            return reduce_bytes * unit.trained
+        return float(unit.num_trained * (itemsize + reduce_bytes * unit.is_summed))
+
+    def reducing(unit: Unit) -> float:
+        """A unit's own, whole and in the copy that is reduced."""
+        whole = waits(unit) or float(unit.num_trained * itemsize)
+        is_copied = unit.rule is not None or unit.is_summed
+        scattered = reduce_bytes * unit.trained if unit.rule is not None else 0.0
+        return whole + is_copied * reduce_bytes * unit.num_trained + scattered
+
+    waiting, of_head = sum(map(before, units)), itemsize * num_head
+    in_chunks = work.row_counted * config.vocab_size * itemsize > LOGIT_CHUNK_BYTES
+    at_loss = (8 + itemsize if in_chunks and itemsize < 4 else 2 * itemsize) * num_head
+    done = sum(map(reduced, layers))
+    first = max((reducing(u) - before(u) for u in layers), default=0.0)
+    last = max((reducing(u) - reduced(u) for u in layers), default=0.0)
+    arriving = sum(itemsize * u.num_trained for u in root) + of_head * config.tied_head
+    return {
+        "first": sum(before(u) for u in units if u.reduces_always),
+        "loss": waiting + at_loss,
+        "first layer": waiting + of_head + first,
+        "last layer": sum(map(before, root)) + of_head + done + last,
+        "sum": sum(map(before, root)) + arriving + done,
+        "reduce": done + sum(map(reducing, root)),
+    }
 
 
 def saved_bytes_per_token(config: DecoderConfig, work: Workload, recompute: str) -> float:

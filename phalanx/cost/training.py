@@ -18,15 +18,17 @@ Seconds
     + replicas: G Psi_trained / F through an all-reduce
     + tensor axis: K T D per activation exchange of the rules, through an all-reduce (a gather or a
       scatter counts half of one)
-Bytes of one rank, above what its libraries take (`prediction.terms`)
+Bytes of one rank, above what its libraries take (`prediction.terms`), at the moment of a step when
+they are most (`cost.step_memory` names the moments; F = 1 without shards)
     weights        sum of M psi / F, dim 0 of each parameter padded
-    gathered       K Psi of units that are kept, else K psi_root + (1 + prefetch) K max psi
-    gather buffer  K max psi of units gathered while activations are held
-    gradients      trained elements: G / F + K + G while accumulating; without accumulating, or with
-                   shards that are reduced every time, (K + G) of the largest unit only
+    gathered       K Psi of units that are kept, and (1 + prefetch) K max psi while layers compute
+    gather buffer  K max psi of units that are being gathered
+    gradients      trained elements: G / F reduced, G while they wait for the last micro-batch (K
+                   without shards), K + G of the unit that is being reduced; of a head 2 K as the
+                   loss makes it, K until its unit is reduced
     optimizer      8 / F per trained element
-    activations    S * sum of saved bytes, less what is computed again
-    logits         the loss's chunk, its gradient's tile and rows
+    activations    S * sum of saved bytes, less what is computed again; none at the end
+    logits         at the loss its chunk of them; its gradient's tile and rows
     runtime        what the libraries hold beside tensors, measured
     kernels        code that CPU libraries compile and keep for every new shape, measured for all
 

@@ -1,5 +1,7 @@
 """Bytes of a rank by the formula that predicts real runs: by hand, and of a published run."""
 
+from dataclasses import replace
+
 import pytest
 
 from phalanx.cost.local_shapes import local_config
@@ -48,23 +50,76 @@ def test_weights_and_saved_inputs_of_a_published_run():
     assert terms["activations"] >= 60 * TOKENS * 5376 * 2 == pytest.approx(1.98e9, rel=0.01)
 
 
-@pytest.mark.parametrize(
-    ("items", "always"), [(1.0, False), (1.0, True), (3.0, False), (3.0, True)]
-)
-def test_whole_gradients_are_those_of_one_unit_unless_micro_batches_wait(items, always):
-    """Shards of float32 gradients, and beside them bfloat16 gradients on their way to them."""
-    fsdp, mesh = build("data", {"name": "fsdp", "reduce_every_item": always}), Mesh(shard=2)
-    step = work(items=items)
-    units = units_of(CONFIG, step, [fsdp], mesh, 4)
-    trained = [u.num_trained for u in units]
-    shards = 4 * sum(u.trained for u in units)
-    waits = items > 1 and not always
-    beside = (2 + 4) * (sum(trained) if waits else max(trained))
-    assert memory_terms(CONFIG, step, units)["gradients"] == pytest.approx(shards + beside)
+ROOT, LAYER = 101 * 12 + 12, 1644  # trained elements of a unit: embedding and last norm; a layer
+ROOT_HELD = 51 * 12 + 6  # of 2 ranks, rows rounded up
+SHARDS = 4 * (ROOT_HELD + 3 * LAYER / 2)  # float32
 
 
-def test_replicas_keep_whole_gradients():
-    step = work(items=3.0)
-    units = units_of(CONFIG, step, [build("data", {"name": "replicate"})], Mesh(replicate=2), 4)
-    trained = sum(u.num_trained for u in units)
-    assert memory_terms(CONFIG, step, units)["gradients"] == trained * (2 + 4 + 4)
+def at_peak(spec, mesh, *, tokens=1, items=1.0, config=CONFIG):
+    """Terms of a rank; one token a row leaves next to nothing to activations."""
+    step = work(tokens=tokens, items=items)
+    units = units_of(config, step, [build("data", spec)], mesh, 4)
+    assert [u.num_trained for u in units] == [ROOT, LAYER, LAYER, LAYER]
+    assert [u.is_root for u in units] == [True, False, False, False]
+    return memory_terms(config, step, units)
+
+
+def test_a_layer_is_whole_in_both_dtypes_while_it_is_reduced_and_the_head_waits():
+    """bfloat16 gradients, their float32 copy and its shard; the next layer is gathered already."""
+    terms = at_peak({"name": "fsdp"}, Mesh(shard=2))
+    head = 2 * 101 * 12
+    assert terms["gradients"] == head + (2 + 4) * LAYER + 4 * LAYER / 2
+    assert terms["gathered"] == 2 * (2 * ROOT_HELD + 2 * LAYER)
+    assert terms["gather buffer"] == 2 * LAYER
+
+
+def test_gradients_that_wait_for_the_last_micro_batch_do_so_whole_in_float32():
+    """Beside them the head's, and a layer's own bfloat16 one or its copy and shard."""
+    terms = at_peak({"name": "fsdp"}, Mesh(shard=2), items=3.0)
+    head = 2 * 101 * 12
+    assert terms["gradients"] == 4 * (ROOT + 3 * LAYER) + head + (4 + 4 / 2) * LAYER
+
+
+def test_gradients_reduced_after_every_micro_batch_wait_as_shards():
+    terms = at_peak({"name": "fsdp", "reduce_every_item": True}, Mesh(shard=2), items=3.0)
+    assert terms["gradients"] == SHARDS + 2 * 101 * 12 + (2 + 4) * LAYER
+
+
+def test_a_large_root_is_whole_in_both_dtypes_at_the_end_and_no_longer_gathered():
+    large = replace(CONFIG, vocab_size=100_000)
+    root, held = 100_000 * 12 + 12, 50_000 * 12 + 6
+    step = work(tokens=1)
+    units = units_of(large, step, [build("data", {"name": "fsdp"})], Mesh(shard=2), 4)
+    terms = memory_terms(large, step, units)
+    assert terms["gradients"] == (2 + 4) * root + 4 * held + 4 * 3 * LAYER / 2
+    assert terms["gathered"] == terms["activations"] == 0.0
+
+
+def test_a_tied_matrix_has_two_gradients_while_it_is_still_gathered():
+    """In float32 they and the gathered weights are more than one and its copy."""
+    deep = small_config(
+        vocab_size=1000, hidden_size=12, intermediate_size=20, num_layers=40, num_heads=4,
+        num_kv_heads=2, head_dim=6, dtype="float32",
+    )  # fmt: skip
+    step, root = work(tokens=1), 1000 * 12 + 12
+    units = units_of(deep, step, [build("data", {"name": "fsdp"})], Mesh(shard=2), 4)
+    terms = memory_terms(deep, step, units)
+    assert terms["gradients"] == 4 * root + 4 * 1000 * 12 + 4 * 40 * LAYER / 2
+    assert terms["gathered"] == 4 * root
+
+
+def test_replicas_keep_gradients_and_the_sums_of_all_units():
+    terms = at_peak({"name": "replicate"}, Mesh(replicate=2), items=3.0)
+    assert terms["gradients"] == (2 + 4) * (ROOT + 3 * LAYER)
+
+
+def test_the_head_s_gradient_and_its_product_are_whole_beside_activations():
+    """With many targets in one chunk and few weights in layers."""
+    step = work(tokens=4000)
+    spec = build("data", {"name": "fsdp"})
+    units = units_of(CONFIG, step, [spec], Mesh(shard=2), 4)
+    terms = memory_terms(CONFIG, step, units)
+    chunk, rows = 4000 * 101 * 2, 2 * 4000 * 12 * (2 + 4)
+    assert terms["logits"] == chunk + rows
+    assert terms["gradients"] == (2 + 2) * 101 * 12
+    assert terms["gathered"] == 2 * 2 * ROOT_HELD
