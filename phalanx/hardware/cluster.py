@@ -35,7 +35,7 @@ def parse_cluster(text: str) -> Cluster:
     Raises:
         JobError: `job/bad-value` for another form, `registry/unknown` for an unknown machine.
     """
-    match = re.fullmatch(r"(?:(\d+)[xX*] *)?([\w.\-/]+)", text.strip())
+    match = re.fullmatch(r"(?:([0-9]+)[xX*] *)?([\w.\-/]+|.+\.toml)", text.strip())
     if match is None:
         rule = "must be COUNTxMACHINE"
         raise JobError("job/bad-value", "cluster", shown(text), rule, legal=["8xh100"])
@@ -59,9 +59,8 @@ def _num_devices(digits: str, name: str, text: str) -> int:
 def _slice(name: str) -> Cluster | None:
     """The devices of a slice by Google's name; None for what is no such name."""
     kind, _, digits = name.rpartition("-")
-    if not (
-        kind and digits.isdecimal() and kind in machine_names() and name not in machine_names()
-    ):
+    names = machine_names()
+    if not re.fullmatch("[0-9]+", digits) or kind not in names or name in names:
         return None
     machine = read_machine(kind)
     if not machine.cores_per_device:

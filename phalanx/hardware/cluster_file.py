@@ -6,7 +6,9 @@ A cluster file has groups of devices and links between their sites:
     site = "paris"
     machine = "h100"            # a name, or the path of a machine file
     devices = 64
-    devices_per_node = 8        # optional, as are network_bandwidth (of one device) and price
+    devices_per_node = 8        # optional: devices that share the fast links (72 of an NVL72)
+    network_bandwidth = "400 Gbit/s"  # optional, of one device
+    price = "2.5 $/h"           # optional, of one device; the machine's other prices then drop out
 
     [[links]]
     between = ["paris", "oslo"]
@@ -31,7 +33,7 @@ from phalanx.hardware.mixed import Link, MixedCluster, SiteLink, widest_ways
 from phalanx.strict import parse_toml, read_record, read_value
 from phalanx.units import parse_quantity
 
-_PART = re.compile(r"\s*\+\s*(?=\d+\s*[xX*])")  # every further part has a count
+_PART = re.compile(r"\s*\+\s*(?=[0-9]+\s*[xX*])")  # every further part has a count
 MOST_PARTS = 64
 
 
@@ -41,8 +43,8 @@ class _Group:
     devices: int = field(metadata={"low": 1, "high": MAX_DEVICES})
     site: str = "here"
     devices_per_node: int = field(default=0, metadata={"low": 1})
-    network_bandwidth: str | float = 0.0
-    price: str | float = 0.0
+    network_bandwidth: str | float | None = None
+    price: str | float | None = None
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,7 @@ def read_cluster(text: str) -> Cluster | MixedCluster:
     parts = _PART.split(text)
     if len(parts) > 1:
         return _joined(text, [parse_cluster(part) for part in parts])
-    if re.fullmatch(r"[\w.\-/]+\.toml", text) and (table := _cluster_table(Path(text))):
+    if text.endswith(".toml") and (table := _cluster_table(Path(text))):
         return _of_file(table, Path(text))
     return parse_cluster(text)
 
@@ -92,9 +94,10 @@ def _joined(text: str, parts: list[Cluster]) -> MixedCluster:
 def _cluster_table(path: Path) -> dict[str, Any] | None:
     """What a cluster file holds; None for another file, which a machine's reader judges."""
     try:
-        table = parse_toml(path.read_bytes(), str(path))
-    except OSError:
+        content = path.read_bytes()
+    except (OSError, ValueError):  # ValueError: a path with a NUL
         return None
+    table = parse_toml(content, str(path))
     return table if "groups" in table else None
 
 
@@ -130,9 +133,12 @@ def _part(group: _Group, where: str) -> Cluster:
             changes["devices_per_domain"] = node
     for name, dimension in (("network_bandwidth", "bytes_per_s"), ("price", "usd_per_h")):
         given = getattr(group, name)
-        if given != 0.0:
+        if given is not None:
             value = _amount(given, dimension, f"{where}.{name}")
             changes[name] = Figure(value, "published", f"the cluster file, {where}", "")
+    if "price" in changes:  # what others ask for the machine does not count beside it
+        changes |= {"second_price": None, "spot_price": None}
+        changes |= {"price_terms": "", "second_price_terms": ""}
     if changes:
         machine = replace(machine, **changes)
     return Cluster(machine, group.devices)

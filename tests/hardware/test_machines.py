@@ -33,6 +33,8 @@ def test_cluster_shorthand(text, count, name):
         ("8xh10", "registry/unknown"),
         ("0xh100", "job/bad-value"),
         ("00xh100", "job/bad-value"),
+        ("\u0660xh100", "registry/unknown"),  # a zero of another script
+        ("v5p-\u0660", "registry/unknown"),
         ("8 h100", "job/bad-value"),
         ("10000001xh100", "job/bad-value"),
         ("1" * 5000 + "xh100", "job/bad-value"),

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from phalanx.errors import JobError, PhalanxError
 from phalanx.hardware import Cluster, MixedCluster, read_cluster, read_machine
+from phalanx.hardware.write import machine_toml
 from tests.fuzz.inputs import near_tables, outcome, to_toml
 
 NAMES = ["h100", "a100-80g", "l40s", "mi300x", "v5p", "h20"]
@@ -81,6 +82,7 @@ def test_sites_meet_over_the_widest_way_of_links(folder):
     oslo = found.parts[1].machine
     assert (oslo.price.value, oslo.network_bandwidth.value) == (2.5, 25e9)
     assert oslo.price.source.startswith("the cluster file")
+    assert oslo.spot_price is None and oslo.second_price is None and not oslo.price_terms
     assert found.to_dict()["num_devices"] == 112
 
 
@@ -92,6 +94,14 @@ def test_one_group_is_a_plain_cluster_and_a_machine_file_stays_one(folder):
     assert read_cluster("8xh100") == Cluster(read_machine("h100"), 8)
 
 
+def test_a_file_may_have_any_name(folder):
+    path = folder / "two sites (draft) +1.toml"
+    path.write_text(FILE)
+    assert read_cluster(str(path)).num_devices == 112
+    path.write_text(machine_toml(read_machine("h100")))
+    assert read_cluster(f"8x{path}").num_devices == 8
+
+
 @pytest.mark.parametrize(
     ("old", "new", "says"),
     [
@@ -100,6 +110,8 @@ def test_one_group_is_a_plain_cluster_and_a_machine_file_stays_one(folder):
         ('bandwidth = "40 Gbit/s"', 'bandwidth = "40 GiB"', "no unit"),
         ('latency = "30 ms"', 'latency = "-30 ms"', "at least 0"),
         ('price = "2.5 $/h"', "price = nan", "finite"),
+        ('price = "2.5 $/h"', 'price = "0 $/h"', "must be above 0"),
+        ('network_bandwidth = "200 Gbit/s"', "network_bandwidth = 0", "must be above 0"),
         ('price = "2.5 $/h"', "price = -1.0", "must be above 0"),
         ("devices = 64", "devices = -64", "at least 1"),
         ("devices = 64", "devices = 0", "at least 1"),

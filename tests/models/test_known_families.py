@@ -2,6 +2,7 @@
 
 import pytest
 
+from phalanx.errors import JobError
 from phalanx.models.shape_keys import shape_of_keys
 
 BASE = {
@@ -99,3 +100,31 @@ def test_parameters_equal_those_of_transformers(kind):
     }
     stored = sum(tensor.numel() for tensor in tensors.values())
     assert shape_of_keys(CASES[kind] | {"model_type": kind}).num_params == stored
+
+
+def test_layers_that_qwen_keeps_dense_have_no_experts():
+    sparse = BASE | {"model_type": "qwen3_moe"} | EXPERTS
+    whole = shape_of_keys(sparse)
+    listed = shape_of_keys(sparse | {"mlp_only_layers": [0, 3]})
+    stepped = shape_of_keys(sparse | {"decoder_sparse_step": 3})
+
+    def dense(shape):
+        return sum(each.count for each in shape.layers if not each.feed_forward.num_experts)
+
+    assert [dense(each) for each in (whole, listed, stepped)] == [0, 2, 4]
+
+
+@pytest.mark.parametrize(
+    ("kind", "key", "value"),
+    [
+        ("llama", "num_hidden_layers", 2**31 - 1),
+        ("llama", "attention_bias", "false"),
+        ("qwen3_moe", "mlp_only_layers", 3),
+        ("nemotron_h", "layers_block_type", 1.5),
+        ("nemotron_h", "layers_block_type", [[]]),
+    ],
+)
+def test_a_value_that_no_config_can_mean_is_refused_by_its_key(kind, key, value):
+    table = BASE | EXPERTS | MAMBA | {"model_type": kind, key: value}
+    with pytest.raises(JobError, match="job/bad-value"):
+        shape_of_keys(table)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from phalanx.cost.model_shape import AttentionShape, FeedForwardShape, LayerShape, ModelShape
-from phalanx.errors import JobError
+from phalanx.errors import JobError, shown
 from phalanx.models.shape_keys.dense import SIZES, attention_of
 from phalanx.models.shape_keys.mixtures import EXPERTS, shared_width
 from phalanx.models.shape_keys.reader import ShapeKeys
@@ -92,8 +92,12 @@ def _nemotron_h(keys: ShapeKeys) -> ModelShape:
 
 
 def _pattern(keys: ShapeKeys) -> list[str]:
-    listed = keys.table.get("layers_block_type")
-    return list(listed or keys.table["hybrid_override_pattern"])
+    """A kind for each block: a list, or a text of one letter each."""
+    listed = keys.table.get("layers_block_type") or keys.table.get("hybrid_override_pattern")
+    if not isinstance(listed, Sequence) or not listed:
+        where = f"{keys.where}: hybrid_override_pattern"
+        raise JobError("job/bad-value", where, shown(listed), "must name a kind for each block")
+    return [str(each) for each in listed]
 
 
 _NO_ATTENTION = AttentionShape(kind="none", num_heads=1, num_kv_heads=1, head_dim=1)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from phalanx.cost.model_shape import FeedForwardShape, LayerShape, ModelShape
+from phalanx.errors import JobError, shown
 from phalanx.models.shape_keys.dense import SIZES, Form, attention_of, small_params, windows
 from phalanx.models.shape_keys.reader import ShapeKeys
 
@@ -75,8 +76,6 @@ def _mixture(keys: ShapeKeys, family: _Mixture) -> ModelShape:
     first = 0
     if family.dense_layers:
         first = keys.size(family.dense_layers, family.dense_default, low=0)
-    if first:
-        keys.require("intermediate_size")
     experts, width = keys.size(EXPERTS), keys.size(family.width_key)
     hidden = keys.size("hidden_size")
     sparse = FeedForwardShape(
@@ -91,11 +90,14 @@ def _mixture(keys: ShapeKeys, family: _Mixture) -> ModelShape:
     of_experts = experts if family.router_bias else 0
     of_experts += experts * (2 * width + hidden) if family.expert_bias else 0
     of_experts += hidden if family.shared_gate else 0
+    dense = set(range(first)) | _dense_among(keys)
+    if dense:
+        keys.require("intermediate_size")
     layers = []
     for at, window in enumerate(windows(keys)):
-        attention = attention_of(keys, window)
-        block = FeedForwardShape(width=keys.size("intermediate_size")) if at < first else sparse
-        small = small_params(keys, attention, form) + (of_experts if at >= first else 0)
+        attention, is_dense = attention_of(keys, window), at in dense
+        block = FeedForwardShape(width=keys.size("intermediate_size")) if is_dense else sparse
+        small = small_params(keys, attention, form) + (0 if is_dense else of_experts)
         small += attention.num_heads if keys.table["model_type"] == "gpt_oss" else 0  # sinks
         layers.append(
             LayerShape(
@@ -107,6 +109,16 @@ def _mixture(keys: ShapeKeys, family: _Mixture) -> ModelShape:
             )
         )
     return keys.model(layers, tied=form.tied, other_params=hidden if form.final_bias else 0)
+
+
+def _dense_among(keys: ShapeKeys) -> set[int]:
+    """Layers that Qwen's keys keep without experts: those listed, and all but every n-th."""
+    count, every = keys.size("num_hidden_layers"), keys.size("decoder_sparse_step", 1)
+    listed = keys.table.get("mlp_only_layers") or []
+    if not isinstance(listed, list) or not all(type(each) is int for each in listed):
+        where, rule = f"{keys.where}: mlp_only_layers", "must be a list of layers"
+        raise JobError("job/bad-value", where, shown(listed), rule)
+    return {*listed, *(at for at in range(count) if (at + 1) % every)}
 
 
 def _llama4(keys: ShapeKeys) -> ModelShape:

@@ -10,6 +10,7 @@ from phalanx.cost.model_shape import LayerShape, ModelShape
 from phalanx.errors import JobError, shown
 
 _MOST = 2**31 - 1
+_MOST_LAYERS = 100_000  # every layer takes memory here
 
 
 class ShapeKeys:
@@ -43,15 +44,21 @@ class ShapeKeys:
         if value is None:
             self.require(key)
         is_whole = isinstance(value, int) and not isinstance(value, bool)
-        if not is_whole or not low <= value <= _MOST:  # type: ignore[operator]
-            rule = f"must be a whole number >= {low}"
+        most = _MOST_LAYERS if "layer" in name else _MOST
+        if not is_whole or not low <= value <= most:  # type: ignore[operator]
+            rule = f"must be a whole number from {low} to {most}"
             raise JobError("job/bad-value", f"{self.where}: {name}", shown(value), rule)
         return int(value)  # type: ignore[arg-type]
 
     def flag(self, key: str, default: bool = False) -> bool:
         """True or false."""
         value = self.table.get(key)
-        return default if value is None else bool(value)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            where, rule = f"{self.where}: {key}", "must be true or false"
+            raise JobError("job/bad-value", where, shown(value), rule)
+        return value
 
     def names(self, key: str, count: int) -> list[str]:
         """A list of one name per layer; [] where it is not given."""
