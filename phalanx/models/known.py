@@ -94,6 +94,15 @@ def known_shape(name: str) -> ModelShape | None:
     return None
 
 
+def hub_name_of(name: str) -> str:
+    """Owner and name on the Hub, in lower case, of a model by its short name; "": not known."""
+    by_name = _by_name()
+    found = next((by_name[key] for key in _spellings(name) if key in by_name), None)
+    names = [each for each in found.names if "/" in each] if found else []
+    alike = [each for each in names if _plain(each.rsplit("/", 1)[-1]) == _plain(name)]
+    return next(iter([*alike, *names]), "")
+
+
 def shape_at(name: str, log: Callable[[str], None] = print) -> tuple[ModelShape, dict[str, Any]]:
     """The shape that a folder, a .json file or a name of the Hub describes, and its config.
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
 import yaml
 
 from phalanx import __version__
+from phalanx.data.sources import BUILT_IN
 from phalanx.errors import PlanError
+from phalanx.models.known import hub_name_of
 from phalanx.planner.importers.convert import IMPOSSIBLE, foreign_plans
 from phalanx.planner.importers.foreign import ForeignPlan
 
@@ -95,6 +98,40 @@ class Writing:
         value = self.row.get(name, getattr(self.plan, name, None))
         self.require(value in legal, name, f"{self.target} has no other", sorted(legal, key=str))
 
+    def model(self) -> str:
+        """The plan's model as other programs find it: a short name of Phalanx is none of the Hub's.
+
+        Raises:
+            PlanError: `emit/impossible` where the plan names none.
+        """
+        name = self.plan.model
+        if not name:
+            raise PlanError(IMPOSSIBLE, f"{self.target}: model", None, "is not stated: name one")
+        if "/" in name or Path(name).exists():
+            return name
+        found = hub_name_of(name)
+        if found:
+            self.lacks(f"how the Hub spells {found}: capitals may differ, or an ending such as -hf")
+            return found
+        self.lacks(f"where {name} is found: its folder, or its name on the Hub")
+        return name
+
+    def data(self) -> str:
+        """The plan's data; "" where it has none that other programs find."""
+        name = self.plan.data or ""
+        if name in BUILT_IN:
+            self.lacks(f"the data: {name} comes with Phalanx and is known to no other program")
+            return ""
+        return name
+
+    def torchrun(self, site: Site) -> str:
+        """How the launcher of PyTorch is started on each node, up to the program."""
+        nodes = -(-self.devices // site.devices_per_node)
+        each = (
+            f"torchrun --nnodes {nodes} --nproc-per-node {min(self.devices, site.devices_per_node)}"
+        )
+        return each if nodes == 1 else f"{each} --node-rank i --master-addr HOST"
+
     def lacks(self, *lines: str) -> None:
         """What has no counterpart and is not needed to start; told in the header."""
         self._missing += lines
@@ -132,14 +169,3 @@ _BlockDumper.add_representer(str, _text_node)
 def yaml_text(table: Mapping[str, Any]) -> str:
     """A mapping as YAML, in its own order."""
     return yaml.dump(dict(table), Dumper=_BlockDumper, sort_keys=False, width=1000)
-
-
-def known_model(plan: ForeignPlan, target: str) -> str:
-    """The plan's model.
-
-    Raises:
-        PlanError: `emit/impossible` where it names none.
-    """
-    if not plan.model:
-        raise PlanError(IMPOSSIBLE, f"{target}: model", None, "is not stated: name one")
-    return plan.model

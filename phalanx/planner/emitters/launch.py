@@ -11,6 +11,7 @@ from phalanx.planner.emitters.base import Site
 from phalanx.planner.importers.foreign import ForeignPlan
 
 _PORT = 29_500
+_MEGATRON = f"env MEGATRON=Megatron-LM bash {megatron.FILE}"  # the clone of its setup
 _PROGRAMS = {
     "phalanx": (phalanx_job, f"-m phalanx train {phalanx_job.FILE} --folder run"),
     "torchtitan": (torchtitan, f"-m torchtitan.train --job.config_file {torchtitan.FILE}"),
@@ -74,7 +75,7 @@ def launch(plan: ForeignPlan, site: Site) -> Launch:
         except PlanError as refusal:
             refusals.append(refusal)
             continue
-        run = _torchrun(nodes, per_node, arguments) if arguments else f"bash {megatron.FILE}"
+        run = _torchrun(nodes, per_node, arguments) if arguments else _MEGATRON
         return Launch(
             program=program,
             files=files,

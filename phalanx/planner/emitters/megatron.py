@@ -30,6 +30,8 @@ _SIZES = {
     "shared_expert_intermediate_size": "moe-shared-expert-intermediate-size",
 }
 
+_PARTS = {"use_qk_norm": "qk-layernorm", "qkv_bias": "add-qkv-bias"}
+
 
 def write(plan: ForeignPlan, site: Site) -> Mapping[str, str]:
     """The script.
@@ -50,7 +52,15 @@ def write(plan: ForeignPlan, site: Site) -> Mapping[str, str]:
     per_node = min(writing.devices, site.devices_per_node)
     writing.lacks_fields("epochs")
     writing.lacks("where checkpoints and logs go: --save, --load, --tensorboard-dir")
-    text = writing.header(f"Start on each of {nodes} nodes: NODE_RANK=i MASTER_ADDR=host {FILE}")
+    writing.lacks(
+        "the base and scaling of rotations, and epsilon of norms: --rotary-base and others"
+    )
+    if not writing.plan.lr:
+        writing.lacks("--lr: the plan names no learning rate, and Megatron has no default")
+    if not writing.plan.steps:
+        writing.lacks("--train-iters: the plan names no number of steps")
+    how = f"NODE_RANK=i MASTER_ADDR=host MEGATRON=folder-of-Megatron-LM bash {FILE}"
+    text = writing.header(f"Start on each of {nodes} nodes: {how}")
     parts = [f"#!/bin/bash\n{text}", "set -euo pipefail", _connections(writing)]
     for name, options in groups.items():
         lines = [f"    --{key}{_words(value)}\n" for key, value in options.items()]
@@ -60,7 +70,7 @@ def write(plan: ForeignPlan, site: Site) -> Mapping[str, str]:
         f"torchrun --nproc_per_node {per_node} --nnodes {nodes} \\\n"
         '    --node_rank "${NODE_RANK:-0}" --master_addr "${MASTER_ADDR:-localhost}" \\\n'
         '    --master_port "${MASTER_PORT:-29500}" \\\n'
-        f"    pretrain_gpt.py {arrays}\n"
+        f'    "${{MEGATRON:-.}}/pretrain_gpt.py" {arrays}\n'
     )
     return {FILE: "\n".join(parts)}
 
@@ -80,6 +90,8 @@ def _model(writing: Writing) -> dict[str, Any]:
     missing = [name for name in _NEEDED if name not in sizes]
     if missing:
         rule = f"megatron wants sizes; missing are {', '.join(missing)}"
+        if not sizes:
+            rule = "its layers differ, or have parts that are not described to megatron by sizes"
         raise PlanError(IMPOSSIBLE, "megatron: model", plan.model, rule)
     rule = "megatron trains all weights"
     writing.require(plan.method != "lora", "method", rule, ["full", "pretrain"])
@@ -95,6 +107,9 @@ def _model(writing: Writing) -> dict[str, Any]:
         options |= {"position-embedding-type": "rope"}
         if "rope_theta" in sizes:
             options["rotary-base"] = int(sizes["rope_theta"])
+    options |= {key: True for name, key in _PARTS.items() if sizes.get(name)}
+    if sizes.get("num_experts"):  # what prices of experts assume
+        options |= {"moe-token-dispatcher-type": "alltoall", "moe-grouped-gemm": True}
     if not sizes.get("tie_word_embeddings", False):
         options["untie-embeddings-and-output-weights"] = True
     if plan.method == "full":
@@ -187,11 +202,12 @@ def _data(writing: Writing) -> dict[str, Any]:
     plan = writing.plan
     options: dict[str, Any] = {"tokenizer-type": "HuggingFaceTokenizer"}
     if plan.model:
-        options["tokenizer-model"] = plan.model
+        options["tokenizer-model"] = writing.model()
     else:
         options = {"tokenizer-type": "NullTokenizer"}
         writing.lacks("the tokenizer")
-    options |= {"data-path": plan.data} if plan.data else {"mock-data": True}
-    if plan.data:
+    data = writing.data()
+    options |= {"data-path": data} if data else {"mock-data": True}
+    if data:
         writing.lacks("that data has to be in Megatron's indexed form (tools/preprocess_data.py)")
     return options

@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from phalanx.cost.training_plans import RECOMPUTE
-from phalanx.planner.emitters.base import Site, Writing, known_model
+from phalanx.errors import PlanError
+from phalanx.planner.emitters.base import Site, Writing
 from phalanx.planner.emitters.toml_text import toml_text
-from phalanx.planner.importers.convert import job_keys
+from phalanx.planner.importers.convert import IMPOSSIBLE, job_keys
 from phalanx.planner.importers.foreign import ForeignPlan
 
 VERSION = "job files"
@@ -24,7 +25,6 @@ def write(plan: ForeignPlan, site: Site) -> Mapping[str, str]:
     """
     writing = Writing("phalanx", VERSION, plan)
     row = writing.row
-    known_model(plan, "phalanx")
     for axis in ("pipeline", "context", "expert"):
         writing.require(row[axis] == 1, axis, "`phalanx train` has no such axis yet", [1])
     writing.only("zero", (0, 3))
@@ -33,7 +33,9 @@ def write(plan: ForeignPlan, site: Site) -> Mapping[str, str]:
     rule = "`phalanx train` multiplies in no such precision"
     writing.require(plan.precision in (None, *words), "precision", rule, words)
     writing.require((plan.base_bits or 16) == 16, "base_bits", "frozen weights stay whole", [16])
-    writing.require(bool(plan.data), "data", "the plan names none", ["--data FILE"])
+    for name in ("model", "data"):
+        if not getattr(plan, name):
+            raise PlanError(IMPOSSIBLE, f"phalanx: {name}", None, "is not stated: name one")
     tables: dict[str, dict[str, Any]] = {"model": {}, "data": {}, "train": {}, "plan": {}}
     for key, value in job_keys(plan).items():
         section, _, name = key.partition(".")

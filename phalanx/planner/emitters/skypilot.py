@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from phalanx.errors import PlanError
 from phalanx.planner.emitters.base import Site, Writing, yaml_text
 from phalanx.planner.emitters.launch import launch
 from phalanx.planner.importers.foreign import ForeignPlan
@@ -12,6 +13,18 @@ from phalanx.planner.importers.foreign import ForeignPlan
 VERSION = "0.14.1"
 FILE = "sky.yaml"
 _PORT = 8000
+_SAME = "A10G A100 B200 B300 GB200 GH200 H100 H200 L4 L40S MI300X RTX3090 RTX4090".split()
+# machine -> accelerator in SkyPilot's catalog
+_NAMES = {name.lower(): name for name in _SAME} | {
+    "a100-40g": "A100",
+    "a100-80g": "A100-80GB",
+    "a100-pcie": "A100-80GB",
+    "gh200-96g": "GH200",
+    "h100-pcie": "H100",
+    "v100-32g": "V100-32GB",
+    "trainium1": "Trainium",
+    "inferentia2": "Inferentia",
+}
 
 
 def write(plan: ForeignPlan, site: Site) -> Mapping[str, str]:
@@ -24,7 +37,12 @@ def write(plan: ForeignPlan, site: Site) -> Mapping[str, str]:
     rule = "is not stated: name a cluster of GPUs"
     writing.require(bool(site.accelerator), "accelerator", rule, ["8xh100"])
     started = launch(plan, site)
-    resources: dict[str, Any] = {"accelerators": f"{site.accelerator}:{started.per_node}"}
+    name = _NAMES.get(site.accelerator.lower(), site.accelerator)
+    rule = "is no accelerator by a name of SkyPilot's catalog"
+    if name not in _NAMES.values():
+        legal = sorted(set(_NAMES.values()))
+        raise PlanError("emit/impossible", "skypilot: accelerator", name, rule, legal=legal)
+    resources: dict[str, Any] = {"accelerators": f"{name}:{started.per_node}"}
     if plan.role == "serve":
         resources["ports"] = _PORT
     table = {

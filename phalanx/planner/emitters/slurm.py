@@ -22,6 +22,8 @@ def write(plan: ForeignPlan, site: Site) -> Mapping[str, str]:
     started = launch(plan, site)
     writing.lacks(*started.refused)
     writing.lacks("partition, account and time limit: add them, or give them to sbatch")
+    if started.program != "phalanx" or plan.role == "serve":
+        writing.lacks(f"the program itself, on every node: {started.setup}")
     settings = {
         "job-name": f"phalanx-{plan.role}",
         "nodes": started.nodes,

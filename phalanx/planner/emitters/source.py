@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,15 +17,20 @@ _WHERE = "the plan"
 
 
 def plan_of(
-    job: Job, plans: TrainingPlans, at: int = 0, shape: ModelShape | None = None
+    job: Job,
+    plans: TrainingPlans,
+    at: int = 0,
+    shape: ModelShape | None = None,
+    length: Mapping[str, float] | None = None,
 ) -> ForeignPlan:
     """One row of a table of plans, with what the job says of model, data and training.
 
     Args:
         shape: of the model; gives the sizes that some targets want.
+        length: epochs or steps that were priced where the job says neither.
 
-    Data and learning rate are left open where the job has them by default alone: a default of
-    Phalanx is no choice for another program.
+    Data, learning rate and length are left open where the job has them by default alone: a default
+    of Phalanx is no choice for another program.
     """
     row = {name: column[at].item() for name, column in plans.columns().items()}
     whole = plans.take(np.array([at]))
@@ -52,8 +59,10 @@ def plan_of(
         values[name] = int(row[name])
     if job.train.epochs:
         values["epochs"] = job.train.epochs
-    else:
+    elif "train.steps" in job.origin:
         values["steps"] = job.train.steps
+    else:
+        values |= length or {}
     if trains_adapters:
         values |= {
             "lora_rank": job.train.lora_rank,
@@ -68,13 +77,24 @@ def plan_of(
 
 
 def sizes_of(shape: ModelShape) -> dict[str, Any]:
-    """`config.json` keys of a decoder whose layers are alike; {} for one whose layers differ."""
+    """`config.json` keys of a decoder whose layers are alike, beside `use_qk_norm` and `qkv_bias`
+    (known by the parameters that they add); {} for layers that differ or have other parts."""
     first = shape.layers[0]
     attention, forward = first.attention, first.feed_forward
-    is_plain = attention.kind == "softmax" and not attention.window and not attention.key_is_value
-    alike = all(
-        (each.attention, each.feed_forward) == (attention, forward) for each in shape.layers
+    cached = attention.num_kv_heads * attention.head_dim
+    parts = {
+        0: {},
+        2 * attention.head_dim: {"use_qk_norm": True},
+        attention.num_heads * attention.head_dim + 2 * cached: {"qkv_bias": True},
+    }
+    is_plain = (
+        first.norms == 2
+        and first.other_params in parts
+        and attention.kind == "softmax"
+        and not attention.window
+        and not attention.key_is_value
     )
+    alike = all(replace(each, count=first.count) == first for each in shape.layers)
     if not (is_plain and alike and forward.is_gated):
         return {}
     sizes: dict[str, Any] = {
@@ -96,4 +116,4 @@ def sizes_of(shape: ModelShape) -> dict[str, Any]:
         }
         if forward.shared_width:
             sizes["shared_expert_intermediate_size"] = forward.shared_width
-    return sizes
+    return sizes | parts[first.other_params]

@@ -7,7 +7,7 @@ from typing import Any
 
 from phalanx.cost.training_plans import CONTEXT_KINDS, RECOMPUTE, SCHEDULES
 from phalanx.errors import nearest_names
-from phalanx.planner.emitters.base import Site, Writing, known_model
+from phalanx.planner.emitters.base import Site, Writing
 from phalanx.planner.emitters.toml_text import toml_text
 from phalanx.planner.importers import torchtitan as reader
 from phalanx.planner.importers.foreign import ForeignPlan
@@ -39,12 +39,13 @@ def write(plan: ForeignPlan, site: Site) -> Mapping[str, str]:
     }
     _data(writing)
     writing.lacks_fields("epochs")
-    how = f"torchrun ... -m torchtitan.train --job.config_file {FILE}"
+    writing.lacks("model.hf_assets_path: a folder with the tokenizer's files of the model")
+    how = f"{writing.torchrun(site)} -m torchtitan.train --job.config_file {FILE}"
     return {FILE: writing.header(f"Start: {how}") + "\n" + toml_text(tables)}
 
 
 def _model(writing: Writing) -> tuple[str, str, int]:
-    wanted = _bare(known_model(writing.plan, writing.target))
+    wanted = _bare(writing.plan.model or "")
     for (name, flavour), (published, layers) in reader.MODELS.items():
         if _bare(published) == wanted:
             return name, flavour, layers
@@ -89,10 +90,10 @@ def _training(writing: Writing) -> dict[str, Any]:
     writing.only("offload", (0, 1))
     if row["offload"]:
         table["enable_cpu_offload"] = True
-    is_path = plan.data and plan.data not in _DATA
-    table["dataset"] = "c4" if is_path or not plan.data else plan.data
-    if is_path:
-        table["dataset_path"] = plan.data
+    data = writing.data()
+    table["dataset"] = data if data in _DATA else "c4"
+    if data and data not in _DATA:
+        table["dataset_path"] = data
     return table
 
 

@@ -7,7 +7,7 @@ from pathlib import PurePath
 from typing import Any
 
 from phalanx.cost.training_plans import CONTEXT_KINDS, RECOMPUTE
-from phalanx.planner.emitters.base import Site, Writing, known_model, yaml_text
+from phalanx.planner.emitters.base import Site, Writing, yaml_text
 from phalanx.planner.importers.foreign import ForeignPlan
 
 VERSION = "1.16.0 on accelerate 1.15.0"
@@ -123,7 +123,7 @@ def _train(writing: Writing) -> dict[str, Any]:
     plan, row = writing.plan, writing.row
     precision = plan.precision or "bf16"
     table: dict[str, Any] = {
-        "model_name_or_path": known_model(plan, "trl"),
+        "model_name_or_path": writing.model(),
         "dtype": "bfloat16" if plan.master_dtype == "bfloat16" else "float32",
         "output_dir": "sft",
         "per_device_train_batch_size": row["micro_rows"],
@@ -147,9 +147,10 @@ def _train(writing: Writing) -> dict[str, Any]:
 
 def _data(writing: Writing) -> dict[str, Any]:
     """A Hub name, or a file with the loader that reads it."""
-    data = writing.plan.data
-    if not data:
+    if not writing.plan.data:
         writing.lacks("dataset_name: the plan names no data")
+    data = writing.data()
+    if not data:
         return {}
     loader = _LOADERS.get(PurePath(data).suffix)
     if loader:

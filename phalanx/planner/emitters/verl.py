@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from phalanx.cost.training_plans import CONTEXT_KINDS, RECOMPUTE, SCHEDULES
-from phalanx.planner.emitters.base import Site, Writing, known_model, yaml_text
+from phalanx.planner.emitters.base import Site, Writing, yaml_text
 from phalanx.planner.importers.foreign import ForeignPlan
 
 VERSION = "0.9.1"
@@ -48,7 +48,8 @@ def write(plan: ForeignPlan, site: Site) -> Mapping[str, str]:
         whole = plan.epochs == int(plan.epochs)
         writing.require(whole, "epochs", "must be whole", [int(plan.epochs) or 1])
         table["trainer"]["total_epochs"] = int(plan.epochs)
-    how = f"torchrun ... -m verl.trainer.sft_trainer --config-dir . --config-name {FILE[:-5]}"
+    program = f"verl.trainer.sft_trainer --config-dir . --config-name {FILE[:-5]}"
+    how = f"{writing.torchrun(site)} -m {program}"
     text = yaml_text({key: each for key, each in table.items() if each})
     return {FILE: writing.header(f"Start: {how}") + text}
 
@@ -56,7 +57,7 @@ def write(plan: ForeignPlan, site: Site) -> Mapping[str, str]:
 def _model(writing: Writing, on_megatron: bool) -> dict[str, Any]:
     plan, row = writing.plan, writing.row
     again = RECOMPUTE[row["recompute"]]
-    table: dict[str, Any] = {"path": known_model(plan, "verl")}
+    table: dict[str, Any] = {"path": writing.model()}
     if not on_megatron:
         rule = "layers are recomputed whole or not at all"
         writing.require(again != "selective", "recompute", rule, ["full", "none"])
@@ -145,9 +146,9 @@ def _data(writing: Writing) -> dict[str, Any]:
         "max_length": row["row_tokens"],
         "max_token_len_per_gpu": row["row_tokens"] * row["micro_rows"] // row["context"],
     }
-    if plan.data:
-        table["train_files"] = plan.data
-        if not plan.data.endswith(".parquet"):
+    if data := writing.data():
+        table["train_files"] = data
+        if not data.endswith(".parquet"):
             writing.lacks("that data has to be Parquet files with a column of messages")
     if plan.packed:
         writing.lacks("rows of several documents: verl removes padding instead")

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from shlex import quote
 from typing import Any
 
-from phalanx.planner.emitters.base import Site, Writing, known_model
+from phalanx.planner.emitters.base import Site, Writing
 from phalanx.planner.importers.foreign import ForeignPlan
 
 VERSION = "0.33.0"
@@ -28,8 +28,9 @@ def write(plan: ForeignPlan, site: Site) -> Mapping[str, str]:
         f"    --{key}{'' if value is True else f' {quote(str(value))}'}"
         for key, value in options.items()
     ]
+    model = writing.model()
     how = f"Start: bash {FILE}, on a machine with {plan.devices or 1} devices"
-    command = " \\\n".join([f"exec vllm serve {quote(known_model(plan, 'vllm'))}", *lines])
+    command = " \\\n".join([f"exec vllm serve {quote(model)}", *lines])
     return {FILE: f'#!/bin/bash\n{writing.header(how)}\n{command} "$@"\n'}
 
 

@@ -1,7 +1,10 @@
 """A job and a row of priced plans are what emitters write, and nothing that nobody chose."""
 
+import pytest
+
 from phalanx.cost.model_shape import AttentionShape, FeedForwardShape, LayerShape, ModelShape
 from phalanx.cost.training_plans import TrainingPlans
+from phalanx.errors import PlanError
 from phalanx.job import load_job
 from phalanx.planner.emitters import emit, plan_of
 from phalanx.planner.emitters.source import sizes_of
@@ -16,13 +19,14 @@ FLAGS = {
 }
 
 
-def llama(**attention):
+def llama(other_params=0, **attention):
     """Llama 3.1 8B by its published sizes."""
     parts = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128}
     layer = LayerShape(
         count=32,
         attention=AttentionShape(**(parts | attention)),
         feed_forward=FeedForwardShape(width=14336),
+        other_params=other_params,
     )
     return ModelShape(name="llama", hidden=4096, vocab=128256, layers=(layer,))
 
@@ -60,3 +64,32 @@ def test_sizes_are_told_of_models_whose_layers_are_alike_alone():
     assert sizes_of(llama()) == LLAMA_8B
     assert sizes_of(llama(window=1024)) == {}
     assert sizes_of(llama(kind="latent")) == {}
+
+
+def test_norms_of_heads_and_biases_are_told_and_other_parts_are_not_lost_in_silence():
+    normed, biased = llama(2 * 128), llama((32 + 2 * 8) * 128)
+    assert sizes_of(normed) == LLAMA_8B | {"use_qk_norm": True}
+    assert sizes_of(biased) == LLAMA_8B | {"qkv_bias": True}
+    assert sizes_of(llama(17)) == {}
+    script = emit("megatron", plan_of(load_job(flags=FLAGS), plans(), 0, normed))["megatron.sh"]
+    assert "--qk-layernorm\n" in script and "--add-qkv-bias" not in script
+    with pytest.raises(PlanError, match="parts that are not described"):
+        emit("megatron", plan_of(load_job(flags=FLAGS), plans(), 0, llama(17)))
+
+
+@pytest.mark.parametrize("target", ["trl", "verl", "megatron"])
+def test_names_that_only_phalanx_knows_are_not_written(target):
+    flags = FLAGS | {"model.name": "llama-3.1-8b", "data.source": "python-docs"}
+    text = "".join(emit(target, plan_of(load_job(flags=flags), plans(), 0, llama())).values())
+    options = "".join(line for line in text.splitlines(True) if not line.startswith("#"))
+    assert "meta-llama/llama-3.1-8b" in options and "python-docs" not in options
+    assert "python-docs comes with Phalanx" in text and "how the Hub spells" in text
+
+
+def test_the_length_that_was_priced_is_written_where_the_job_says_none():
+    job = load_job(flags={"model.name": "llama-3.1-8b", "train.method": "full"})
+    assert "max_steps" not in emit("trl", plan_of(job, plans(), 0))["sft.yaml"]
+    priced = plan_of(job, plans(), 0, length={"epochs": 1.0})
+    assert "num_train_epochs: 1.0" in emit("trl", priced)["sft.yaml"]
+    stated = load_job(flags=FLAGS)
+    assert plan_of(stated, plans(), 0, length={"epochs": 1.0}).epochs is None

@@ -126,3 +126,23 @@ def test_the_page_of_targets_names_every_version_that_is_written_or_read():
         assert f"| `{target}` |" in page and version in page, target
     for kind in KINDS:
         assert known_keys(kind)["version"] in page, kind
+
+
+@pytest.mark.parametrize(
+    ("machine", "name"), [("A100-80G", "A100-80GB"), ("h100-pcie", "H100"), ("B200", "B200")]
+)
+def test_a_task_asks_for_an_accelerator_by_its_name_in_the_catalog(machine, name):
+    text = emit("skypilot", trained(), Site(accelerator=machine))["sky.yaml"]
+    assert f"accelerators: {name}:8" in text
+
+
+def test_a_task_for_a_machine_that_no_catalog_has_is_refused():
+    with pytest.raises(PlanError, match="HERE"):
+        emit("skypilot", trained(), Site(accelerator="HERE"))
+
+
+def test_launchers_find_the_script_of_megatron_where_their_setup_puts_it():
+    files = emit("skypilot", PLANS["staged"], SITE)
+    assert "git clone" in files["sky.yaml"] and "env MEGATRON=Megatron-LM bash" in files["sky.yaml"]
+    assert '"${MEGATRON:-.}/pretrain_gpt.py"' in files["megatron.sh"]
+    assert "git clone" in emit("slurm", PLANS["staged"], SITE)["job.sbatch"]
