@@ -1,7 +1,8 @@
-"""One set of examples for every machine; the end of the worker processes of `tests.ranks`."""
+"""One set of examples for every machine; what thousands of tests would each pay for."""
 
 from __future__ import annotations
 
+import gc
 import os
 
 # Threads that spin at barriers make tests ten times slower where other programs have the cores.
@@ -16,6 +17,16 @@ from tests.ranks import close_pool
 settings.register_profile("same", derandomize=True, deadline=None)
 settings.register_profile("search", max_examples=500, deadline=None, print_blob=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
+
+
+# Collecting makes a million objects that all live to the end: looked at once, not in every test.
+gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_sessionfinish() -> None:

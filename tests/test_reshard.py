@@ -79,7 +79,7 @@ def assert_same(found, expected):
             np.testing.assert_array_equal(found[rank][name], array)
 
 
-@settings(max_examples=200)
+@settings(max_examples=80)
 @given(problems())
 def test_slice_move_slice_equals_slicing_the_original(problem):
     source, target, source_ranks, target_ranks, _ = problem
@@ -91,7 +91,7 @@ def test_slice_move_slice_equals_slicing_the_original(problem):
     assert_same(resharded(back, there, source, source_ranks, whole), shards)
 
 
-@settings(max_examples=200)
+@settings(max_examples=80)
 @given(problems())
 def test_every_target_element_is_fetched_once_and_only_if_missing(problem):
     source, target, source_ranks, target_ranks, _ = problem
@@ -112,7 +112,7 @@ def test_every_target_element_is_fetched_once_and_only_if_missing(problem):
         np.testing.assert_array_equal(moved[rank, name], wanted * (1 - owned))
 
 
-@settings(max_examples=200)
+@settings(max_examples=80)
 @given(problems())
 def test_totals_are_the_sums_of_the_transfers(problem):
     reshard = plan(*problem)
@@ -131,7 +131,7 @@ def test_totals_are_the_sums_of_the_transfers(problem):
     assert reshard.network_bytes == links.total() and reshard.local_bytes == kept.total()
 
 
-@settings(max_examples=100)
+@settings(max_examples=40)
 @given(problems())
 def test_transfers_of_a_rank_are_those_of_the_plan_in_the_same_order(problem):
     reshard = plan(*problem)
@@ -140,6 +140,7 @@ def test_transfers_of_a_rank_are_those_of_the_plan_in_the_same_order(problem):
         assert list(reshard.transfers(rank)) == [t for t in every if rank in (t.source, t.target)]
 
 
+@settings(max_examples=40)
 @given(problems())
 def test_the_same_layout_moves_nothing(problem):
     source, _, ranks, _, host_of = problem
@@ -153,6 +154,7 @@ def test_the_same_layout_moves_nothing(problem):
     assert reshard.local_bytes == sum(sizes)
 
 
+@settings(max_examples=60)
 @given(problems())
 def test_a_source_on_the_host_is_preferred(problem):
     source, target, source_ranks, target_ranks, _ = problem

@@ -2,8 +2,6 @@
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from phalanx.cost.memory_activations import layer_bytes
 from phalanx.cost.memory_software import memory_profile
@@ -15,6 +13,9 @@ ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 
 def kept_bytes(num_layers, adapters):
     """Bytes of the storages that autograd keeps of a forward pass, weights left out."""
+    from peft import LoraConfig, get_peft_model  # seconds, which only this test pays
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     config = LlamaConfig(
         hidden_size=HIDDEN, intermediate_size=WIDTH, num_hidden_layers=num_layers, vocab_size=64,
         num_attention_heads=HEADS, num_key_value_heads=KV_HEADS, attn_implementation="sdpa",

@@ -13,6 +13,8 @@ import pytest
 from phalanx.engines.launch import launch_local
 from phalanx.errors import WorldError
 
+pytestmark = pytest.mark.dist
+
 
 @pytest.fixture
 def module(tmp_path, monkeypatch):
@@ -77,7 +79,6 @@ def test_ranks_that_do_not_end_are_named(module):
     assert caught.value.code == "world/timeout"
 
 
-@pytest.mark.dist
 def test_ranks_may_join_again_after_they_left(module, monkeypatch):
     name = module(
         """

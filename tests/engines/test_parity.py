@@ -257,6 +257,7 @@ class LLM:
 """
 
 
+@pytest.mark.dist
 @pytest.mark.parametrize("shift", [0, 1])
 def test_vllm_is_asked_where_its_own_interpreter_is_found(runs, tmp_path, monkeypatch, shift):
     install_vllm(tmp_path, monkeypatch, shift)
@@ -268,6 +269,7 @@ def test_vllm_is_asked_where_its_own_interpreter_is_found(runs, tmp_path, monkey
     assert report.notes["parity"].endswith(f"{FORMS}, vllm")
 
 
+@pytest.mark.dist
 def test_a_vllm_that_fails_is_left_out_with_its_last_words(runs, tmp_path, monkeypatch):
     install_vllm(tmp_path, monkeypatch, 0)
     (tmp_path / "modules" / "vllm.py").write_text("raise RuntimeError('no such device')")

@@ -239,6 +239,7 @@ def real(tmp_path, name, **environment):
     return json.loads((tmp_path / "warned.json").read_text())
 
 
+@pytest.mark.dist
 def test_real_tensorboard_reads_the_numbers_back(tmp_path):
     assert real(tmp_path, "tensorboard") == []
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -248,11 +249,13 @@ def test_real_tensorboard_reads_the_numbers_back(tmp_path):
     assert points == [(0, 9.0), (2, 2.5)]
 
 
+@pytest.mark.dist
 def test_real_wandb_offline_writes_its_files(tmp_path):
     assert real(tmp_path, "wandb", WANDB_MODE="offline") == []
     assert list(tmp_path.glob("wandb/offline-run-*/run-*.wandb"))
 
 
+@pytest.mark.dist
 @pytest.mark.parametrize(
     "environment",
     [
@@ -265,6 +268,7 @@ def test_real_wandb_without_a_way_out_is_one_warning(tmp_path, environment):
     assert len(warned) == 1 and warned[0].startswith("wandb gets no more metrics")
 
 
+@pytest.mark.dist
 def test_real_trackio_keeps_the_numbers_here(tmp_path):
     assert real(tmp_path, "trackio", TRACKIO_DIR=str(tmp_path / "kept")) == []
     assert list((tmp_path / "kept").rglob("*.db"))
