@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 
 from phalanx.cli.output import write_file
+from phalanx.errors import JobError
 from phalanx.planner.emitters import Site, emit
 from phalanx.planner.importers import ForeignPlan
 
@@ -24,7 +26,16 @@ def written_files(emit_to: str, plan: ForeignPlan, site: Site, cluster: str) -> 
 
 
 def put(files: Mapping[str, str], target: str, folder: str, cluster: str) -> str:
-    """Write files into a folder ("": the current one); what was written, in a line."""
+    """Write files into a folder ("": the current one), which is made; what was written, in a line.
+
+    Raises:
+        JobError: `cli/file` where the folder or a file cannot be made.
+    """
+    try:
+        Path(folder or ".").mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise JobError("cli/file", "--emit", folder, f"cannot be made: {reason}") from error
     paths = [f"{folder or '.'}/{name}" for name in files]
     for path, content in zip(paths, files.values()):
         write_file(path, content, "--emit")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from phalanx.cli._plan_figures import quantity
 from phalanx.cli.output import paragraph, write
 from phalanx.errors import PhalanxError
 from phalanx.planner.answers import Answer
 from phalanx.planner.priced_job import PricedJob
 from phalanx.planner.sizing import four_axes
-from phalanx.units import format_bytes, format_flops
+from phalanx.units import format_bytes, format_flops, format_s
 
 
 def explain(priced: PricedJob) -> None:
@@ -21,7 +22,7 @@ def explain(priced: PricedJob) -> None:
         if each.best is not None:
             for name, value in each.best.parts.items():
                 if value:
-                    write(f"  step by the formula, {name}: {1000 * value:.3g} ms\n")
+                    write(f"  step by the formula, {name}: {format_s(value)}\n")
             paragraph(each.source, indent=2, hang=2)
         for reason, count in each.illegal.items():
             write(f"  illegal, {count}: {reason}\n")
@@ -29,7 +30,7 @@ def explain(priced: PricedJob) -> None:
             _show_sizing(each)
         for name, figure in each.asked.cluster.machine.figures().items():
             origin = f"{figure.kind}, {figure.source}, {figure.date}"
-            paragraph(f"{name} = {figure.value:.4g}  ({origin})", indent=2, hang=2)
+            paragraph(f"{name} = {quantity(name, figure.value)}  ({origin})", indent=2, hang=2)
     write("\n")
     paragraph(f"model: {priced.model.source}", hang=2)
     flops = 2.0 * priced.num_params

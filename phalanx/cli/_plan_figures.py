@@ -1,8 +1,11 @@
-"""How `phalanx plan` writes hours, dollars and bytes."""
+"""How `phalanx plan` and `phalanx lab` write hours, dollars, bytes and figures of a machine."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+
+from phalanx.hardware.machine import OPTIONAL, REQUIRED
+from phalanx.units import format_bytes, format_flops, format_s
 
 GIBIBYTE = 2.0**30
 
@@ -12,7 +15,7 @@ def duration(hours: Sequence[float]) -> str:
     if hours[0] == float("inf"):
         return "no end"
     seconds = hours[0] * 3600
-    scales = ((5400.0, 1.0, "h"), (90.0, 60.0, "min"), (0.3, 3600.0, "s"), (0.0, 3.6e6, "ms"))
+    scales = ((5400.0, 1.0, "h"), (90.0, 60.0, "min"), (1.0, 3600.0, "s"), (0.0, 3.6e6, "ms"))
     scale, unit = next((scale, unit) for least, scale, unit in scales if seconds >= least)
     expected, least, most = (figure(each * scale) for each in hours)
     return f"{expected} {unit} ({least} to {most})"
@@ -48,3 +51,23 @@ def gb(num_bytes: float) -> str:
     """Decimal, of disks."""
     scale, unit = (1e12, "TB") if num_bytes >= 1e12 else (1e9, "GB")
     return f"{num_bytes / scale:.3g} {unit}"
+
+
+def _decimal_rate(bytes_per_s: float) -> str:
+    """As makers of memory and links write it."""
+    scales = ((1e12, "TB/s"), (1e9, "GB/s"), (1e6, "MB/s"))
+    scale, unit = next((each for each in scales if bytes_per_s >= each[0]), (1e3, "kB/s"))
+    return f"{bytes_per_s / scale:.4g} {unit}"
+
+
+def quantity(name: str, value: float) -> str:
+    """A figure of a machine as a person reads it."""
+    as_text = {
+        "bytes": format_bytes,
+        "bytes_per_s": _decimal_rate,
+        "flops_per_s": lambda each: f"{format_flops(each)}/s",
+        "s": format_s,
+        "w": lambda each: f"{each:.0f} W",
+        "usd_per_h": lambda each: f"{each:.2f} $/h",
+    }
+    return as_text.get((REQUIRED | OPTIONAL)[name], "{:.3g}".format)(value)

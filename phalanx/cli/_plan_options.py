@@ -49,7 +49,12 @@ LargestOf = Annotated[
 Precision = Annotated[
     str, typer.Option("--precision", help="Of matrix products: bf16 (default), fp16, fp8, fp4.")
 ]
-BaseBits = Annotated[int, typer.Option("--base-bits", help="Of frozen weights: 8 or 4 (QLoRA).")]
+BaseBits = Annotated[
+    int,
+    typer.Option(
+        "--base-bits", metavar="BITS", show_default=False, help="Of frozen weights: 8 or 4 (QLoRA)."
+    ),
+]
 Imbalance = Annotated[
     float, typer.Option("--expert-imbalance", help="Tokens of the busiest expert rank over mean.")
 ]

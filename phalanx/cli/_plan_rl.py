@@ -9,7 +9,7 @@ import typer
 
 from phalanx.cli._plan_figures import dollars, duration
 from phalanx.cli.output import emit, paragraph, table, versioned, write
-from phalanx.units import format_count
+from phalanx.units import format_count, format_s
 
 if TYPE_CHECKING:
     from phalanx.cost.model_shape import ModelShape
@@ -120,7 +120,7 @@ def _parts(plan: RlPlan) -> str:
         "new weights": step.weights_s,
         "moments to the host and back": step.states_s,
     }
-    return ", ".join(f"{name} {seconds:.3g} s" for name, seconds in parts.items() if seconds)
+    return ", ".join(f"{name} {format_s(seconds)}" for name, seconds in parts.items() if seconds)
 
 
 def _explain(answers: list[RlAnswer]) -> None:

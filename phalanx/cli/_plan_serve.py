@@ -148,7 +148,7 @@ def _show_given(cluster: str, server: GivenServer) -> None:
         tails = answer.played.percentiles("ttft_s") if answer.played else (inf, inf)
         paragraph(
             f"{cluster}: the file's engine {verdict}: {_engine_words(answer.best)}; "
-            f"{_served(answer, answer.best):.3g} requests/s, TTFT P99 {_time(tails[1])}, TPOT "
+            f"{_per_s(_served(answer, answer.best))} requests/s, TTFT P99 {_time(tails[1])}, TPOT "
             f"{_bar(answer.best.tpot_s)}",
             hang=2,
         )
@@ -217,12 +217,13 @@ def _seconds(text: str, flag: str) -> float:
 
 def _asked(question: ServeQuestion) -> str:
     if question.requests is not None:
-        said = f"{question.requests.source}, "
-        said += f"mean {question.prompt_tokens:.0f} and {question.output_tokens:.0f} tokens"
+        said = f"{question.requests.source}, on average "
     else:
-        said = f"requests of {question.prompt_tokens:.0f} and {question.output_tokens:.0f} tokens"
+        said = "requests of "
+    said += f"{question.prompt_tokens:,.0f} tokens of prompt and {question.output_tokens:,.0f} "
+    said += "of answer"
     if question.asked_per_s:
-        said += f", {question.asked_per_s:.3g} a second"
+        said += f", {_per_s(question.asked_per_s)} a second"
     promised = [
         f"{name} within {_time(seconds)}"
         for name, seconds in (("TTFT", question.ttft_s), ("TPOT", question.tpot_s))
@@ -240,8 +241,8 @@ def _line(answer: ServeAnswer) -> tuple[str, ...]:
     return (
         answer.asked.text,
         "serves it" if answer.fits else "too slow",
-        f"{_served(answer, best):.3g}",
-        f"{answer.played_per_s / best.knee_per_s:.0%}",
+        _per_s(_served(answer, best)),
+        f"{100 * answer.played_per_s / best.knee_per_s:,.0f} %",
         *map(_time, tails),
         f"{answer.usd_per_h:.2f}" if isfinite(answer.usd_per_h) else "unknown",
         f"{answer.usd_per_million_output:.3g}" if isfinite(answer.usd_per_h) else "unknown",
@@ -260,7 +261,7 @@ def _show(answer: ServeAnswer) -> None:
         paragraph(answer.asked.note, indent=2, hang=2)
     if best is None:
         rule = "no engine leaves room for the cache of one request"
-        paragraph(f"{answer.too_large} of {answer.counted} ways are too large: {rule}", indent=2)
+        paragraph(f"all of {_ways(answer.counted)} too large: {rule}", indent=2, hang=2)
         return
     room = cluster.machine.usable_bytes - best.weight_bytes
     held = f"{format_bytes(best.weight_bytes)} of weights a device"
@@ -273,7 +274,7 @@ def _show(answer: ServeAnswer) -> None:
         f"{name} {_bar(getattr(best, key))}"
         for name, key in (("TTFT", "ttft_s"), ("TPOT", "tpot_s"), ("latency", "latency_s"))
     )
-    at = f"steady load of {best.loaded:.3g} requests/s"
+    at = f"steady load of {_per_s(best.loaded)} requests/s"
     paragraph(f"{at} (formula, 90 % bars): {means}", *(2, 2))
     if answer.played is not None:
         tails = ", ".join(
@@ -285,27 +286,31 @@ def _show(answer: ServeAnswer) -> None:
         )
         dropped = f"; {answer.played.preempted} caches dropped" if answer.played.preempted else ""
         paragraph(
-            f"{len(answer.played.ttft_s):,} requests played at {answer.played_per_s:.3g} a second "
-            f"(simulated, P50 / P99): {tails}{dropped}",
+            f"{len(answer.played.ttft_s):,} requests played at {_per_s(answer.played_per_s)} a "
+            f"second (simulated, P50 / P99): {tails}{dropped}",
             *(2, 2),
         )
-    knee = f"{best.knee_per_s:.3g} requests/s is all it can do"
+    knee = f"{_per_s(best.knee_per_s)} requests/s is all it can do (the knee)"
     share = answer.played_per_s / best.knee_per_s
     kept = answer.kept_per_s
-    promise = f"; {kept:.3g} requests/s keep the promises" if kept is not None else ""
-    paragraph(f"{knee}: at {share:.0%} of it{promise}; bound by {best.bound_by}", *(2, 2))
+    promise = f"; {_per_s(kept)} requests/s keep the promises" if kept is not None else ""
+    paragraph(f"{knee}: at {100 * share:,.0f} % of it{promise}; bound by {best.bound_by}", *(2, 2))
     if answer.split is not None and answer.split_degrees is not None:
         split, better = answer.split, answer.split.most_per_s / best.most_per_s - 1
         paragraph(
             f"divided into {split.for_prompts} for prompts and {split.for_answers} for answers "
-            f"({_cut_words(answer.split_degrees)}): {split.most_per_s:.3g} requests/s keep the "
-            f"promises in the mean (formula), {better:+.0%} against engines that do both",
+            f"({_cut_words(answer.split_degrees)}): {_per_s(split.most_per_s)} requests/s keep the "
+            f"promises in the mean (formula), {100 * better:+.0f} % against engines that do both",
             *(2, 2),
         )
-    counted = f"{answer.counted} ways priced, {answer.too_large} too large"
+    counted = f"{_ways(answer.counted)} priced, {answer.too_large} too large"
     reasons = [f"{count} {why}" for why, count in answer.illegal.most_common(_MANY_REASONS)]
     paragraph("; ".join([counted, *reasons]), *(2, 2))
     paragraph("; ".join(answer.source), *(2, 2))
+
+
+def _ways(count: int) -> str:
+    return f"{count} way{'' if count == 1 else 's'} to cut engines"
 
 
 def _engine_words(best: Engines) -> str:
@@ -319,6 +324,10 @@ def _cut_words(degrees: Mapping[str, int]) -> str:
              "attention_dp": "attention replicas"}  # fmt: skip
     cut = [f"{names[name]} {degree}" for name, degree in degrees.items() if degree > 1]
     return ", ".join(cut) or "one device"
+
+
+def _per_s(rate: float) -> str:
+    return f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
 
 
 def _bar(bar: Bar) -> str:

@@ -37,7 +37,7 @@ def show(priced: PricedJob) -> None:
         _show_comparison(priced)
     elif priced.nearest:
         _show_nearest(priced)
-    else:
+    elif not any(size.found for size in priced.sizes):
         write("nothing that fits was found near it\n")
     for given in priced.given:
         _show_given(given)
@@ -194,7 +194,11 @@ def _show_comparison(priced: PricedJob) -> None:
         "Loading, compiling, evaluation and failures are not in it",
         hang=2,
     )
-    write("cost: that time at the list price of the devices alone (--explain: provider and date)\n")
+    if any(each.asked.cluster.machine.price is not None for each in fitting):
+        paragraph(
+            "cost: that time at the list price of the devices alone (--explain: provider and date)",
+            hang=2,
+        )
 
 
 def _show_rented(each: Answer, priced: PricedJob) -> None:

@@ -49,12 +49,13 @@ def verdict(simulated: Any) -> str:
 
 
 def _explain(job: Any, planned: Any) -> None:
+    from phalanx.cli._plan_figures import quantity
     from phalanx.units import format_count
 
     write("\nmachine\n")
     for name, figure in planned.cluster.machine.figures().items():
         origin = f"{figure.kind}, {figure.source}, {figure.date}"
-        paragraph(f"{name} = {figure.value:.4g}  ({origin})", indent=2, hang=4)
+        paragraph(f"{name} = {quantity(name, figure.value)}  ({origin})", indent=2, hang=4)
     write("job, where not a default\n")
     for key, value, origin in job.values():
         if origin != "default":

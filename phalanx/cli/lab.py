@@ -102,6 +102,7 @@ def calibrate(output: Output = "", devices: Devices = 0, json_file: JsonFile = "
     """Measure this machine, in about ten seconds: what `plan --on 2x./here.toml` plans for."""
     from pathlib import Path
 
+    from phalanx.cli._plan_figures import quantity
     from phalanx.engines.machine_file import calibrate_machine, write_machine
 
     path = Path(output) if output else None
@@ -120,7 +121,7 @@ def calibrate(output: Output = "", devices: Devices = 0, json_file: JsonFile = "
 
     def show() -> None:
         lines = [
-            [name.replace("_", " "), _quantity(name, figure.value), figure.kind]
+            [name.replace("_", " "), quantity(name, figure.value), figure.kind]
             for name, figure in figures.items()
         ]
         table(("figure", "value", "kind"), lines, machine.title)
@@ -162,22 +163,6 @@ def remember_runs(
         paragraph(f"kept in {', '.join(dict.fromkeys(map(str, kept)))}")
 
     emit(document, json_file, show)
-
-
-def _quantity(name: str, value: float) -> str:
-    """A figure of a machine as a person reads it."""
-    from phalanx.hardware.machine import OPTIONAL, REQUIRED
-    from phalanx.units import format_bytes, format_flops, format_s
-
-    as_text = {
-        "bytes": format_bytes,
-        "bytes_per_s": lambda each: f"{format_bytes(each)}/s",
-        "flops_per_s": lambda each: f"{format_flops(each)}/s",
-        "s": format_s,
-        "w": lambda each: f"{each:.0f} W",
-        "usd_per_h": lambda each: f"{each:.2f} $/h",
-    }
-    return as_text.get((REQUIRED | OPTIONAL)[name], "{:.3g}".format)(value)
 
 
 def _show(found: Validation, is_seen: bool) -> None:

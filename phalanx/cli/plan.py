@@ -18,6 +18,14 @@ if TYPE_CHECKING:
     from phalanx.planner.question import Question
 
 
+_OF_ALL = frozenset({"target", "model", "on", "precision", "json_file"})
+_OF_SERVE = frozenset({
+    "serve", "prompt", "answer", "rate", "requests", "ttft", "tpot", "software", "output",
+    "emit_to", "foreign_file",
+})  # fmt: skip
+_OF_RL = frozenset({"rl", "prompt", "answer", "explain"})
+
+
 def register(app: typer.Typer) -> None:
     """Add the verb."""
     app.command("plan", context_settings=FLAGS)(plan)
@@ -63,7 +71,11 @@ def plan(
     serving = {"prompt": prompt, "answer": answer, "rate": rate, "trace": requests,
                "ttft": ttft, "tpot": tpot}  # fmt: skip
     server = _server_of(foreign_file)
+    if serve and foreign_file and server is None:
+        rule = "configures training; --serve reads a script with `vllm serve`"
+        raise JobError("job/bad-value", "--from", foreign_file, rule)
     if serve or server:
+        _refuse_others(context, "--serve" if serve else f"the server of {foreign_file}", _OF_SERVE)
         from phalanx.cli._plan_serve import plan_serving
 
         words = serving | {"precision": precision, "software": software, "output": output}
@@ -71,6 +83,7 @@ def plan(
         plan_serving(target or model, on, words, context.args, json_file, server)
         return
     if rl:
+        _refuse_others(context, "--rl", _OF_RL)
         from phalanx.cli._plan_rl import plan_rl
 
         words = {"precision": precision, "prompt": prompt, "answer": answer}
@@ -78,7 +91,8 @@ def plan(
         return
     for name, given in serving.items():
         if given:
-            raise JobError("job/syntax", f"--{name}", given, "is an option of --serve")
+            at = "--serve and --rl" if name in ("prompt", "answer") else "--serve"
+            raise JobError("job/syntax", f"--{name}", given, f"is an option of {at}")
     from phalanx.cli._plan_ask import Asked
     from phalanx.planner.price import is_simulated
 
@@ -103,6 +117,16 @@ def plan(
         simulate(job, on, output, explain, json_file)
     else:
         _price(job, question, output, emit_to, explain, json_file)
+
+
+def _refuse_others(context: typer.Context, question: str, read: frozenset[str]) -> None:
+    """Refuse options that a question would leave unread."""
+    for parameter in context.command.params:
+        name, source = str(parameter.name), context.get_parameter_source(str(parameter.name))
+        if source is not None and source.name == "COMMANDLINE" and name not in read | _OF_ALL:
+            flag, value = max(parameter.opts, key=len), context.params[name]
+            shown = None if isinstance(value, bool) else value
+            raise JobError("job/syntax", flag, shown, f"means nothing beside {question}")
 
 
 def _server_of(path: str) -> ForeignPlan | None:

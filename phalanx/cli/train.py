@@ -24,6 +24,7 @@ from phalanx.errors import JobError
 if TYPE_CHECKING:
     from phalanx.engines.placed import Placed
     from phalanx.engines.whole.train_job import Asked, Trained
+    from phalanx.job import Job
 
 
 def register(app: typer.Typer) -> None:
@@ -48,7 +49,7 @@ def train(
         ),
     ] = "",
     plan: Annotated[
-        str, typer.Option("--plan", metavar="FILE", help="Run this lockfile, made here.")
+        str, typer.Option("--plan", metavar="FILE", help="Run this lockfile, made for here.")
     ] = "",
     check: Annotated[bool, typer.Option("--check", help="Exit 1 on a missed gate.")] = False,
     json_file: JsonFile = "",
@@ -87,7 +88,10 @@ def train(
         from phalanx.engines.whole.train_job import asked_anew
 
         job = resolve(one_job(names), model, data, arguments, others)
-        return asked_anew(job, folder, plan_file=plan)
+        laid_out = _laid_out(plan, job, arguments) if plan else {}
+        if laid_out:
+            job = resolve(one_job(names), model, data, arguments, others | laid_out)
+        return asked_anew(job, folder, plan_file="" if laid_out else plan)
 
     done = _run(ask, place)
     if done is not None:
@@ -95,6 +99,21 @@ def train(
         emit(document, json_file, lambda: _show(done))
         if check and done.report.missed:
             raise typer.Exit(1)
+
+
+def _laid_out(path: str, job: Job, arguments: list[str]) -> dict[str, Any]:
+    """Keys of a plan that `phalanx plan -o` wrote; none of a lockfile that a run wrote."""
+    from phalanx.job import parse_flags
+    from phalanx.plan import Plan
+    from phalanx.planner.lockfile import layout_keys
+
+    keys = layout_keys(Plan.load(path), job)
+    for flag, value in parse_flags(arguments).items() if keys else ():
+        is_laid_out = any(flag == key or flag.startswith(f"{key}.") for key in keys)
+        if is_laid_out and str(value) != str(keys.get(flag)):
+            rule = "stands in the lockfile; leave it out, or plan the job again with it"
+            raise JobError("job/syntax", f"--{flag}", path, rule)
+    return keys
 
 
 def _agreed(procs: int, place: Placed) -> int:

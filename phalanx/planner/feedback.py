@@ -36,6 +36,7 @@ _SINGLE_RUN = 0.12
 _NINE_OF_TEN = 1.645  # standard deviations
 _FEWEST_STEPS = 3
 _SHARDS = ("shard", "replicate")
+_TENSOR = "tp"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,6 +176,9 @@ def recall(source: str | Path) -> Sequence[MeasuredRun]:
     path = Path(source)
     if path.is_dir():
         return [read_run(path)]
+    if not path.exists():
+        rule = "is neither a run folder nor a file of measured runs"
+        raise JobError("job/not-found", "measured run", str(path), rule)
     table = _table(path.parent, path.name)
     runs = table.get("runs")
     if table.get("format_version") != FORMAT_VERSION or not isinstance(runs, list):
@@ -209,7 +213,7 @@ def correction(
     alike = [
         run
         for run in {run.key: run for run in runs}.values()
-        if is_of(run, machine)
+        if is_device(run.device, machine)
         and (run.method, run.dtype) == (method, dtype)
         and dict(run.software) == {name: software.get(name) for name in run.software}
     ]
@@ -227,13 +231,13 @@ def correction(
     )
 
 
-def is_of(run: MeasuredRun, machine: Machine) -> bool:
-    """Whether a run was made on such a device: the one that its name says, or the processor that a
-    calibrated machine's title starts with."""
-    called = machine_called(run.device.split(",")[0])  # memory and driver of a GPU follow
+def is_device(name: str, machine: Machine) -> bool:
+    """Whether a device that calls itself so is one of the machine's: the one that its name says, or
+    the processor that a calibrated machine's title starts with."""
+    called = machine_called(name.split(",")[0])  # memory and driver of a GPU follow
     if called is not None:
         return called.name == machine.name
-    return bool(run.device) and machine.title.startswith(run.device)
+    return bool(name) and machine.title.startswith(name)
 
 
 def _cached(device: str, software: Mapping[str, str]) -> Path:
@@ -282,7 +286,7 @@ def _columns(
     """Of `TrainingPlans`; micro-batches are taken as equal rows of the mean number of tokens."""
     mesh = {str(axis): int(size) for axis, size in program["mesh"].items()}
     for axis in mesh:
-        if axis not in (*_SHARDS, "tensor"):
+        if axis not in (*_SHARDS, _TENSOR):
             rule = f"has an axis {axis!r} that is not priced here"
             raise JobError("job/bad-value", "measured run", str(folder), rule)
     data = math.prod(mesh.get(axis, 1) for axis in _SHARDS)
@@ -291,7 +295,7 @@ def _columns(
     specs = {str(spec["family"]): spec for spec in program["specs"]}
     shard = mesh.get("shard", 1)
     return {
-        "tensor": mesh.get("tensor", 1),
+        "tensor": mesh.get(_TENSOR, 1),
         "data": data,
         "shard": shard,
         "zero": 3 if shard > 1 else 0,

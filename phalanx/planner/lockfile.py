@@ -1,4 +1,8 @@
-"""A priced job as files: the lockfile that `phalanx train` is given, or those of other programs."""
+"""A priced job as files: the lockfile that `phalanx train` is given, or those of other programs.
+
+The trainer plans with rates that it measures itself; what it takes from a priced plan is the way
+that the job is laid on the devices (`layout_keys`).
+"""
 
 from __future__ import annotations
 
@@ -9,9 +13,13 @@ from typing import Any
 
 from phalanx.cost.training_plans import TrainingPlans
 from phalanx.errors import JobError, PlanError
+from phalanx.hardware import Cluster, machine_called
+from phalanx.job import Job
 from phalanx.plan import Plan, Pool, RoleProgram
 from phalanx.planner.answers import Answer, PricedPlan
 from phalanx.planner.emitters import Site, emit, plan_of
+from phalanx.planner.feedback import is_device
+from phalanx.planner.here import device_here, hardware_here
 from phalanx.planner.priced_job import PricedJob
 from phalanx.report import Report
 
@@ -48,18 +56,62 @@ def lockfile(priced: PricedJob, chosen: Answer) -> Plan:
             "reduce": "float32",
         },
         recompute=best.sized.recompute,
-        device="tpu" if cluster.machine.cores_per_device else "cuda",
+        device=_device(cluster),
     )
     return Plan(
         job=priced.job.name,
         job_key=priced.job.result_key,
-        hardware=cluster.to_dict(),
+        hardware=_hardware(cluster),
         pools={
             "all": Pool(machine=cluster.machine.name, devices=tuple(range(cluster.num_devices)))
         },
         programs={"train": role},
         predictions=[asdict(row) for row in _predicted(priced, chosen, best).rows],
     )
+
+
+def _is_here(cluster: Cluster) -> bool:
+    """Whether its devices are those of this machine."""
+    return is_device(str(hardware_here(1)["machine"]), cluster.machine)
+
+
+def _device(cluster: Cluster) -> str:
+    if _is_here(cluster):
+        return device_here()
+    return "tpu" if cluster.machine.cores_per_device else "cuda"
+
+
+def _hardware(cluster: Cluster) -> dict[str, Any]:
+    """As a trainer compares it: this machine's device by the name that it gives itself."""
+    table = dict(cluster.to_dict())
+    return table | hardware_here(cluster.num_devices) if _is_here(cluster) else table
+
+
+def layout_keys(plan: Plan, job: Job) -> dict[str, Any]:
+    """Keys of `[plan]` that lay a job out as a priced plan does; none for a lockfile of a run,
+    which is run as it stands.
+
+    Raises:
+        PlanError: as `Plan.require_here`: made for other devices, other libraries, another job.
+    """
+    role = plan.program("train")
+    if "rates" in plan.hardware:
+        return {}
+    here = hardware_here(role.grid().size)
+    if plan.hardware["machine"] != here["machine"]:
+        called = machine_called(str(here["machine"]).split(",")[0])
+        here |= {"machine": called.name} if called is not None else {}
+    plan.require_here(here, job.result_key)
+    specs = [{k: v for k, v in spec.items() if k != "family"} for spec in role.specs]
+    families = [spec["family"] for spec in role.specs]
+    keys: dict[str, Any] = {
+        "plan.mesh": dict(role.mesh),
+        "plan.data": [spec for spec, family in zip(specs, families) if family == "data"],
+        "plan.recompute": role.recompute,
+        "plan.row_tokens": role.batch["row_tokens"],
+    }
+    tensor = [spec for spec, family in zip(specs, families) if family == "tensor"]
+    return keys | ({"plan.tensor": tensor[0]} if tensor else {})
 
 
 def foreign_files(
@@ -102,7 +154,10 @@ def _emitted(priced: PricedJob, chosen: Answer, plan: PricedPlan, target: str) -
     )
     per_node = min(cluster.num_devices, cluster.machine.devices_per_domain, 8)
     site = Site(accelerator=cluster.machine.name.upper(), devices_per_node=per_node)
-    return emit(target, plan_of(priced.job, plans, 0, training.shape), site)
+    length = {"epochs": training.epochs} if training.epochs else {}
+    if not length and training.num_steps > 1:
+        length = {"steps": training.num_steps}
+    return emit(target, plan_of(priced.job, plans, 0, training.shape, length), site)
 
 
 def _predicted(priced: PricedJob, chosen: Answer, best: PricedPlan) -> Report:

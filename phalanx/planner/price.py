@@ -60,6 +60,7 @@ def price_job(job: Job, question: Question | None = None) -> PricedJob:
         _require_devices(job, each)
     model = priced_model(job)
     training, of_one_step = _training(job, model, asks)
+    _require_read(training, model.name, asks)
     _require_length(job, asks, of_one_step=of_one_step)
     notes: list[str] = [each.note for each in clusters if each.note]
     notes += [
@@ -133,6 +134,18 @@ def _require_length(job: Job, asks: Question, *, of_one_step: bool) -> None:
     if of_one_step and (job.limits.time_s or asks.budget_usd):
         rule = "a deadline or a budget needs the length of the job: --tokens 15T or --train.steps"
         raise JobError("job/missing", "--tokens", None, rule)
+
+
+def _require_read(training: Training, model: str, asks: Question) -> None:
+    """Refuse what is asked of a part that the job has not."""
+    if asks.base_bits != 16 and training.method != "lora":
+        rule = f"is of frozen weights, and {training.method} trains all of them; add --lora 16"
+        raise JobError("job/bad-value", "--base-bits", asks.base_bits, rule, legal=[16])
+    if asks.expert_imbalance != 1.0 and not training.shape.expert_params:
+        rule = f"{model} has no experts"
+        raise JobError(
+            "job/bad-value", "--expert-imbalance", asks.expert_imbalance, rule, legal=[1]
+        )
 
 
 def _training(job: Job, model: PricedModel, asks: Question) -> tuple[Training, bool]:

@@ -12,7 +12,7 @@ from phalanx.cost.serving_steady import Loads, SteadyState, split_engines
 
 _HALVINGS = 24
 _MOST_IN_FLIGHT = 1e5
-_MOST_ROWS = 4096  # of the table of splits
+_MOST_ROWS = 4096  # of the table of splits: of very many engines not every division is tried
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,10 +51,12 @@ def best_split(
     Returns:
         None where no cluster has two engines, or no split keeps the promises even for one request.
     """
-    pairs = [(at, count) for at, each in enumerate(replicas) for count in range(1, int(each))]
-    if not pairs:
+    most = max(1, _MOST_ROWS // len(replicas))
+    counts = [_counts(int(each) - 1, most) for each in replicas]
+    row = np.repeat(np.arange(len(replicas)), [len(each) for each in counts])
+    prompts = np.concatenate(counts)
+    if not len(row):
         return None
-    row, prompts = (np.asarray(column) for column in zip(*pairs[:_MOST_ROWS]))
     many, load = plans.take(row), loads.take(row)
     rates = serving_efficiency().rates(many)
     workers = (prompts.astype(float), (replicas[row] - prompts).astype(float))
@@ -81,3 +83,10 @@ def best_split(
         ttft_s=float(state.ttft_s[best]),
         tpot_s=float(state.tpot_s[best]),
     )
+
+
+def _counts(last: int, most: int) -> np.ndarray:
+    """1 to `last`, or `most` of these at equal distances."""
+    if last < 1:
+        return np.zeros(0, dtype=int)
+    return np.unique(np.linspace(1, last, min(last, most)).round().astype(int))

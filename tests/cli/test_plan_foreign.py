@@ -54,7 +54,7 @@ def test_the_best_engines_are_written_and_read_again(tmp_path, capsys):
     assert plan("llama-3.1-8b", *words, "--emit", f"vllm:{tmp_path}") == 0
     assert "serve.sh" in capsys.readouterr().out
     server = read_foreign(tmp_path / "serve.sh")
-    assert server.model == "llama-3.1-8b" and server.devices == 4
+    assert server.model.endswith("llama-3.1-8b") and server.devices == 4
 
 
 def test_a_script_that_names_no_model_is_priced_by_its_sizes(file, tmp_path):

@@ -16,7 +16,7 @@ from phalanx.models.named import named_model
 from phalanx.planner.feedback import (
     MeasuredRun,
     correction,
-    is_of,
+    is_device,
     read_run,
     recall,
     recall_all,
@@ -139,7 +139,8 @@ def test_a_processor_is_known_by_the_title_of_its_calibrated_file(runs, config):
     cpu = replace(run, device="Intel(R) Xeon(R) Processor")
     title = "Intel(R) Xeon(R) Processor, 1 of 2 processes with 1 of its cores"
     here = replace(read_machine("h100"), name="here", title=title)
-    assert is_of(cpu, here) and not is_of(run, here) and not is_of(cpu, read_machine("h100"))
+    assert is_device(cpu.device, here) and not is_device(run.device, here)
+    assert not is_device(cpu.device, read_machine("h100"))
 
 
 def test_a_store_keeps_each_run_once_and_gives_it_back(runs, config, tmp_path, monkeypatch):

@@ -1,0 +1,109 @@
+"""What `phalanx plan` refuses rather than leaves unread, and how it words what it answers."""
+
+import json
+
+import pytest
+
+from phalanx.cli.app import run
+from phalanx.hardware import read_machine
+from phalanx.hardware.write import machine_toml
+
+WORK = "prompts=32,samples=4,prompt=100,answer=500"
+ROWS = ("--seq", "4k", "--global-tokens", "64k", "--on", "8xh100")
+
+
+def plan(*words):
+    return run(["plan", *words])
+
+
+@pytest.mark.parametrize(
+    ("words", "flag"),
+    [
+        (("--serve", "--on", "1xh100", "--data", "chat.jsonl"), "--data"),
+        (("--serve", "--on", "1xh100", "--lora", "8"), "--lora"),
+        (("--serve", "--on", "1xh100", "--deadline", "12h"), "--deadline"),
+        (("--serve", "--on", "1xh100", "--explain"), "--explain"),
+        (("--rl", WORK, "--on", "8xh100", "--emit", "verl"), "--emit"),
+        (("--rl", WORK, "--on", "8xh100", "-o", "plan.json"), "--output"),
+        (("--rl", WORK, "--on", "8xh100", "--rate", "3"), "--rate"),
+    ],
+)
+def test_an_option_that_a_question_leaves_unread_is_refused_by_name(capsys, words, flag):
+    assert plan("qwen3-8b", *words) == 2
+    error = capsys.readouterr().err
+    assert flag in error and "means nothing beside" in error
+
+
+def test_a_training_configuration_is_no_server(tmp_path, capsys):
+    (tmp_path / "accelerate.yaml").write_text(
+        "compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_GPU\nnum_processes: 8\n"
+    )
+    path = str(tmp_path / "accelerate.yaml")
+    assert plan("qwen3-8b", "--serve", "--on", "1xh100", "--from", path) == 2
+    assert "configures training" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("--base-bits", "4"), "frozen weights"),
+        (("--expert-imbalance", "2"), "has no experts"),
+    ],
+)
+def test_what_is_asked_of_a_part_that_the_job_lacks_is_refused(capsys, words, says):
+    assert plan("qwen3-8b", *ROWS, *words) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_emit_makes_its_folder_and_says_where_it_cannot(tmp_path, capsys):
+    folder = tmp_path / "a" / "b"
+    assert plan("qwen3-8b", *ROWS, "--emit", f"megatron:{folder}") == 0
+    assert list(folder.iterdir())
+    (tmp_path / "file").write_text("")
+    capsys.readouterr()
+    assert plan("qwen3-8b", *ROWS, "--emit", f"megatron:{tmp_path}/file/x") == 2
+    assert "cannot be made" in capsys.readouterr().err
+
+
+def test_devices_that_would_do_do_not_stand_beside_nothing_was_found(capsys):
+    words = ("--seq", "4k", "--global-tokens", "1M", "--tokens", "15T", "--deadline", "30d")
+    assert plan("qwen3-8b", *words, "--on", "8xh100") == 1
+    text = capsys.readouterr().out
+    assert "devices would do" in text and "nothing that fits" not in text
+
+
+def test_figures_of_a_machine_are_explained_with_their_units(capsys):
+    assert plan("qwen3-8b", *ROWS, "--explain") == 0
+    text = capsys.readouterr().out
+    assert "3.35 TB/s" in text.split("memory_bandwidth = ")[1].split("(")[0]
+    assert "FLOP/s" in text.split("matmul = ")[1].split("(")[0]
+    assert "e+0" not in text
+
+
+def test_servings_counts_and_rates_are_plain_words(capsys):
+    words = ("--serve", "--on", "1xh100", "--rate", "5000")
+    assert plan("qwen3-8b", *words) == 1
+    text = capsys.readouterr().out
+    assert "5,000 a second" in text and "e+0" not in text
+    assert "1 way to cut engines priced" in text
+    assert max(map(len, text.splitlines())) <= 100
+
+
+def test_no_price_is_explained_where_none_is_known(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here.toml").write_text(machine_toml(read_machine("h20")))
+    assert plan("qwen3-0.6b", "--seq", "1k", "--global-tokens", "16k", "--on", "here") == 0
+    text = capsys.readouterr().out
+    assert "price unknown" in text and "list price" not in text
+
+
+def test_a_run_that_is_not_there_is_named_whole(capsys):
+    assert plan("qwen3-8b", *ROWS, "--measured", "/none/such") == 2
+    assert "/none/such" in capsys.readouterr().err
+
+
+def test_short_steps_of_rl_are_told_in_units(capsys):
+    assert plan("qwen3-8b", "--rl", WORK, "--on", "8xh100", "--json", "-") == 0
+    assert json.loads(capsys.readouterr().out)["kind"] == "plan-rl"
+    assert plan("qwen3-8b", "--rl", WORK.replace("500", "5000"), "--on", "8xh100") == 0
+    assert "e+0" not in capsys.readouterr().out
