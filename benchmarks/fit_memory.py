@@ -1,6 +1,6 @@
 """Fits the few free figures of memory profiles to published peaks, and judges them out of fold.
 
-    python benchmarks/fit_memory.py [TABLE] [--only=PROFILE] [--write]
+    python benchmarks/fit_memory.py [TABLE] [--only PROFILE] [--write]
 
 A profile's facts (dtypes, what is sharded, which rank logs) are given; `FREE` names what is fitted
 and between which bounds, by coordinate descent on the robust error of the logarithm, every source
@@ -10,8 +10,8 @@ which runs of a grid crashed. Errors are of folds of whole groups that the fit h
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,14 +19,15 @@ from pathlib import Path
 
 import numpy as np
 
+from phalanx.cost import memory_software
 from phalanx.cost.memory_software import MemoryProfile, memory_profile
 from phalanx.cost.training_memory import MemoryTerms, training_memory
+from phalanx.lab.csv_rows import seen_table
 from phalanx.lab.folds import folds
+from phalanx.lab.scores import call_score
 from phalanx.lab.training_rows import TrainingRow, batches, read_training
 
-ROOT = Path(__file__).resolve().parents[1]
-TABLE = ROOT / "phalanx/lab/tables/training_throughput.csv.gz"
-PROFILES = ROOT / "phalanx/cost/memory_software.json"
+PROFILES = Path(memory_software.__file__).with_name("memory_software.json")
 TOLERANCE = 0.03  # of a logarithm
 FREE = {
     "nanotron": {
@@ -145,42 +146,50 @@ def summary(errors: np.ndarray, bars: np.ndarray) -> dict[str, float]:
 
 def out_of_fold(rows: Sequence[TrainingRow], profile: MemoryProfile) -> dict[str, dict]:
     """Errors by source and crashes of a profile, each row judged by a fit that has not seen it."""
-    errors, bars, calls = defaultdict(list), defaultdict(list), []
+    errors, bars, calls = defaultdict(list), defaultdict(list), defaultdict(list)
+    naming = {row.source_id for row in rows if row.failed}
     for seen, kept in folds(rows):
         made = whole_fit(seen, profile)
         for row, logged, fits in predicted(kept, made):
             if row.measured_memory_bytes:
                 errors[row.source_id].append(np.log(logged / row.measured_memory_bytes))
                 bars[row.source_id].append((made.low_log, made.high_log))
-            if row.source_id == "nanotron_ultrascale":
-                calls.append((fits < 0.5, row.failed))
+            if row.source_id in naming:
+                calls[row.source_id].append((fits < 0.5, row.failed))
     found = {name: summary(np.array(e), np.array(bars[name])) for name, e in errors.items()}
-    if calls:
-        called, failed = np.array(calls).T
-        found["nanotron_ultrascale"] |= {
-            "oom_precision": round(float((called & failed).sum() / called.sum()), 4),
-            "oom_recall": round(float((called & failed).sum() / failed.sum()), 4),
-        }
+    for source, each in calls.items():
+        score = call_score(*zip(*each, strict=True))
+        if score is not None and source in found:
+            found[source] |= {
+                "oom_precision": round(score.precision, 4),
+                "oom_recall": round(score.recall, 4),
+            }
     return found
 
 
 def macro(sources: dict[str, dict]) -> dict[str, float]:
-    """Medians over sources; the crashes of the one grid that names them."""
+    """Medians over sources, of crashes over those that name any."""
     found = {"rows": sum(each["rows"] for each in sources.values())}
     for name in ("median", "p90", "bias", "in_bar"):
         found[name] = round(float(np.median([each[name] for each in sources.values()])), 4)
-    grid = sources.get("nanotron_ultrascale", {})
-    return found | {name: value for name, value in grid.items() if name.startswith("oom")}
+    for name in ("oom_precision", "oom_recall"):
+        values = [each[name] for each in sources.values() if name in each]
+        if values:
+            found[name] = round(float(np.median(values)), 4)
+    return found
 
 
 def main() -> None:
     """Prints, and with --write stores, what was fitted."""
-    arguments = [each for each in sys.argv[1:] if not each.startswith("--")]
-    rows = [row for row in read_training(arguments[0] if arguments else TABLE) if row.is_fitted]
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("table", nargs="?", type=Path, default=seen_table("training"))
+    parser.add_argument("--only", choices=[*FREE], action="append", default=[])
+    parser.add_argument("--write", action="store_true")
+    arguments = parser.parse_args()
+    rows = [row for row in read_training(arguments.table) if row.is_fitted]
     table = json.loads(PROFILES.read_text())
-    only = [each.split("=")[1] for each in sys.argv[1:] if each.startswith("--only=")]
     found = table.get("cross_validation", {}).get("sources", {})
-    for name in only or FREE:
+    for name in arguments.only or FREE:
         start = memory_profile(name)
         mine = [
             row
@@ -203,7 +212,7 @@ def main() -> None:
     }
     for source, numbers in found.items():
         print(source, numbers)
-    if "--write" in sys.argv:
+    if arguments.write:
         PROFILES.write_text(json.dumps(table, indent=2) + "\n")
 
 

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from phalanx.cost import serving_efficiency
 from phalanx.cost.serving_efficiency import COEFFICIENTS, FACTORS, UNSEEN, ServingEfficiency
 from phalanx.lab.csv_rows import seen_table
 from phalanx.lab.folds import folds
@@ -33,11 +34,12 @@ SCATTER = {  # of the logarithm of a measurement about its formula, beyond which
     "output_tokens_per_s_per_device": 0.12,
 }
 ROUNDS, STEP, LEAST_ROWS, BAR_ROWS = 8, 1e-4, 4, 60
+_BAR_EDGES = (0.04, 0.96)  # of 90 % bars: what further rows are off by is a little more
 KINDS_LEFT_OUT: Mapping[str, Callable[[ServingRow], str]] = {
     "accelerator": lambda row: row.machine.name if row.machine else "",
     "software": lambda row: row.software,
 }
-OUT = Path("phalanx/cost/serving_efficiency.json")
+OUT = Path(serving_efficiency.__file__).with_name("serving_efficiency.json")
 
 
 Miss = tuple[ServingRow, str, float]  # a metric's logarithm of measured over predicted
@@ -223,7 +225,7 @@ def cross_validated(rows: Sequence[ServingRow], count: int) -> list[list[Miss]]:
 
 
 def bars_of(misses: Sequence[Miss]) -> dict[str, dict[str, tuple[float, float]]]:
-    """5th and 95th percentile of measured over predicted by metric and regime."""
+    """90 % bars of measured over predicted by metric and regime, as `_BAR_EDGES` cut them."""
     by: dict[tuple[str, str], list[float]] = defaultdict(list)
     for row, metric, miss in misses:
         for regime in regimes(row):
@@ -231,7 +233,7 @@ def bars_of(misses: Sequence[Miss]) -> dict[str, dict[str, tuple[float, float]]]
     bars: dict[str, dict[str, tuple[float, float]]] = defaultdict(dict)
     for (metric, regime), values in sorted(by.items()):
         if len(values) >= BAR_ROWS or regime == "all":
-            low, high = np.exp(np.quantile(values, [0.04, 0.96]))
+            low, high = np.exp(np.quantile(values, _BAR_EDGES))
             bars[metric][regime] = (min(float(low), 1.0), max(float(high), 1.0))
     return dict(bars)
 

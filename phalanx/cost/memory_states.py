@@ -14,9 +14,7 @@ from phalanx.cost.memory_software import MemoryProfile
 from phalanx.cost.model_shape import LayerShape, ModelShape, Product
 from phalanx.cost.training_plans import SCHEDULES, Column
 
-QUANTISED_OVERHEAD = (
-    0.127 / 4
-)  # scales of scales: bits a weight of QLoRA, over its 4 (Dettmers 2023)
+QUANTISED_OVERHEAD = 0.127 / 4  # bits of scales over the 4 of a weight (QLoRA, arXiv 2305.14314)
 ITEM_BYTES = 2.0  # of a weight as products read it
 
 Shares = tuple[Column, Column]  # of all layers without experts, of all with

@@ -71,8 +71,8 @@ class Speeds:
 def price_step(work: StepWork, speeds: Speeds, rates: StepEfficiency) -> dict[str, Any]:
     """Parts of a step -> seconds. They are at least 0 and sum to the step."""
     plan = work.plan
-    layer, _ = layer_seconds(work, speeds, rates)
-    head_s = head_seconds(work, speeds, rates)
+    layer = _layer_parts(work, speeds, rates)
+    head_s = _head_s(work, speeds, rates)
     layer_s = sum(layer.values())
     whole_rank_s = plan["layers"] * layer_s
     last_rank_s = plan["last_layers"] * layer_s + head_s
@@ -93,10 +93,8 @@ def price_step(work: StepWork, speeds: Speeds, rates: StepEfficiency) -> dict[st
     return {name: value * rates.pace for name, value in parts.items()}
 
 
-def layer_seconds(
-    work: StepWork, speeds: Speeds, rates: StepEfficiency
-) -> tuple[dict[str, Any], Any]:
-    """(parts of a mean layer, of one micro-batch, both passes; seconds of its forward pass)."""
+def _layer_parts(work: StepWork, speeds: Speeds, rates: StepEfficiency) -> dict[str, Any]:
+    """Seconds of a mean layer, of one micro-batch, both passes."""
     plan, traffic = work.plan, work.traffic
     is_full = np.where(plan["recompute"] == _FULL, 1.0, 0.0)
     is_selective = np.where(plan["recompute"] == _SELECTIVE, 1.0, 0.0)
@@ -116,7 +114,7 @@ def layer_seconds(
     there_s, back_s = (device_s + tensor_s + expert_s for device_s in (forward_s, backward_s))
     late_s = _mix(there_s, host_s) - there_s
     again = is_full + _REPEATED_LAUNCHES * is_selective
-    parts = {
+    return {
         "compute": forward_s + backward_s,
         "recompute": is_full * forward_s + is_selective * selective_s,
         "tensor": tensor_s * (2 + is_full),
@@ -124,7 +122,6 @@ def layer_seconds(
         "context": context_s + context_backward_s,
         "overhead": late_s * (1 + again) + _mix(back_s, 2 * host_s) - back_s,
     }
-    return parts, there_s + late_s + context_s
 
 
 def _device_seconds(
@@ -192,7 +189,7 @@ def _attention(work: StepWork, speeds: Speeds, rates: StepEfficiency) -> Any:
     return pairs / rate + states_s + written / speeds.memory_bytes_per_s
 
 
-def head_seconds(work: StepWork, speeds: Speeds, rates: StepEfficiency) -> Any:
+def _head_s(work: StepWork, speeds: Speeds, rates: StepEfficiency) -> Any:
     """The head and the loss, forward and backward, of one micro-batch."""
     compute, trains = work.compute, work.plan["trains_all"]
     product_s = compute.head_flops / (speeds.attention_flops_per_s * rates.product)
@@ -223,17 +220,13 @@ def _host_s(plan: Mapping[str, Any], rates: StepEfficiency) -> Any:
     return rates.micro_s + rates.stall_s * waits
 
 
-def message_seconds(work: StepWork, speeds: Speeds, rates: StepEfficiency) -> Any:
-    """Of one message between stages, the part that nothing hides; 0 without a pipeline."""
-    each_s = _wire_s(work.traffic.pipeline, speeds, rates) * (1 - rates.pipeline_hidden)
-    return np.where(work.plan["pipeline"] > 1, each_s, 0.0)
-
-
 def _messages(work: StepWork, speeds: Speeds, rates: StepEfficiency) -> Any:
-    """Of a step: every chunk's activations there and their gradients back."""
+    """Of a step: every chunk's activations there and their gradients back, as far as nothing hides
+    them; 0 without a pipeline."""
     plan = work.plan
+    each_s = _wire_s(work.traffic.pipeline, speeds, rates) * (1 - rates.pipeline_hidden)
     crossings = 2 * plan["virtual"] * (plan["micro"] + plan["bubble"])
-    return crossings * message_seconds(work, speeds, rates)
+    return np.where(plan["pipeline"] > 1, crossings * each_s, 0.0)
 
 
 def _data(work: StepWork, speeds: Speeds, rates: StepEfficiency, micro_s: Any) -> dict[str, Any]:

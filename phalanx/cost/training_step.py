@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -20,13 +20,7 @@ from phalanx.cost.model_shape import ModelShape
 from phalanx.cost.training_count import count_step
 from phalanx.cost.training_efficiency import StepEfficiency, efficiency_of
 from phalanx.cost.training_plans import TrainingPlans
-from phalanx.cost.training_price import (
-    Speeds,
-    head_seconds,
-    layer_seconds,
-    message_seconds,
-    price_step,
-)
+from phalanx.cost.training_price import Speeds, price_step
 from phalanx.hardware import Machine
 
 
@@ -53,22 +47,6 @@ class StepTimes:
         return self.source
 
 
-class StageSeconds(NamedTuple):
-    """What event simulation needs of N plans, each [N].
-
-    Attributes:
-        layer_s: of a mean layer and micro-batch, both passes, exchanges and recomputation included.
-        forward_frac: share of it in the forward pass.
-        head_s: of the head and the loss, of a micro-batch, both passes.
-        message_s: of one message between stages, the part that nothing hides.
-    """
-
-    layer_s: np.ndarray
-    forward_frac: np.ndarray
-    head_s: np.ndarray
-    message_s: np.ndarray
-
-
 def training_step(shape: ModelShape, plans: TrainingPlans, machine: Machine) -> StepTimes:
     """Price plans of one model on one kind of device.
 
@@ -83,22 +61,6 @@ def training_step(shape: ModelShape, plans: TrainingPlans, machine: Machine) -> 
     total_s = np.sum(list(parts.values()), axis=0)
     low_s, high_s = total_s * found.low, total_s * found.high
     return StepTimes(parts, total_s, low_s, high_s, found.efficiency, found.describe())
-
-
-def stage_seconds(shape: ModelShape, plans: TrainingPlans, machine: Machine) -> StageSeconds:
-    """Times of the pieces that a pipeline schedule orders; the same numbers as `training_step`."""
-    rates = efficiency_of(machine, plans, shape.expert_params > 0).efficiency
-    work = count_step(shape, plans, machine.devices_per_domain)
-    speeds = Speeds.of(machine, plans.precision)
-    parts, forward_s = layer_seconds(work, speeds, rates)
-    layer_s = sum(parts.values())
-    columns = (
-        layer_s * rates.pace,
-        forward_s / layer_s,
-        head_seconds(work, speeds, rates) * rates.pace,
-        message_seconds(work, speeds, rates) * rates.pace,
-    )
-    return StageSeconds(*(_column(value, plans) for value in columns))
 
 
 def _column(value: Any, plans: TrainingPlans) -> np.ndarray:

@@ -27,7 +27,7 @@ class CsvRow:
 
     Attributes:
         line: in the file, counted from 1.
-        text: column -> cell, without blanks around it.
+        text: column (in lower case) -> cell, without blanks around it.
         numbers: column -> number, for the cells of number columns that are not empty.
     """
 
@@ -38,6 +38,15 @@ class CsvRow:
     def get(self, column: str) -> str:
         """A cell; empty where the table lacks the column."""
         return self.text.get(column, "")
+
+    def words(self, column: str) -> str:
+        """A cell in lower case, for texts whose capitals mean nothing."""
+        return self.get(column).lower()
+
+    @property
+    def is_from_memory(self) -> bool:
+        """Whether its values were recalled, not read from their source."""
+        return "from memory" in self.words("source_check")
 
     def number(self, column: str) -> float | None:
         """A number; None where the cell is empty."""
@@ -56,7 +65,7 @@ def seen_table(name: str) -> Path:
 
 
 def read_rows(path: str | Path, *, required: Sequence[str], numbers: Sequence[str]) -> list[CsvRow]:
-    """All lines of a table (CSV, also gzipped).
+    """All lines of a table (CSV, also gzipped); capitals of its header mean nothing.
 
     Args:
         path: of the file.
@@ -70,7 +79,7 @@ def read_rows(path: str | Path, *, required: Sequence[str], numbers: Sequence[st
     where = str(path)
     reader = csv.DictReader(io.StringIO(_content(Path(path)), newline=""), restkey="")
     try:
-        header = [name.strip() for name in reader.fieldnames or []]
+        header = [name.strip().lower() for name in reader.fieldnames or []]
         lines = [(reader.line_num, cells) for cells in reader]
     except csv.Error as error:
         rule = f"is no CSV: {error}"
@@ -114,7 +123,9 @@ def _require_columns(header: Sequence[str], required: Sequence[str], where: str)
 
 def _row(line: int, cells: Mapping, names: Sequence[str]) -> tuple[CsvRow, list[str]]:
     text = {
-        (key or "").strip(): cell.strip() for key, cell in cells.items() if isinstance(cell, str)
+        (key or "").strip().lower(): cell.strip()
+        for key, cell in cells.items()
+        if isinstance(cell, str)
     }
     numbers, wrong = {}, []
     for name in names:

@@ -29,6 +29,7 @@ WEAK: Sequence[str] = (
     "do.",
     "Rows that print TFLOP/s alone are not compared, because conventions of counting differ. Where "
     "the convention is known, rows of Megatron that were never fitted come out 4 to 15 % slow.",
-    "Accelerators without a row in the tables take the efficiencies of their generation or vendor; "
-    "their bars are wider, and nobody has checked them.",
+    "Accelerators without a row in the tables take the efficiencies of their generation, or of "
+    "all. Of serving their bars are wider, by what fits were off that had left an accelerator or a "
+    "release out; of training they are those of the software's other rows, which says too little.",
 )

@@ -3,7 +3,8 @@
 There are no columns for generation, so it is read from the notes: "On policy" or "1-step Off",
 "generation TP 16 PP 1", "generation batch 512", "average sequence length 5698 tokens". What they
 do not say is assumed, the same for all rows: prompts of at most `PROMPT_TOKENS`; two forward passes
-before training; of a run that is so many steps off policy, half of the devices generate.
+before training; of a run that is so many steps off policy, half of the devices generate; the newest
+vLLM generates and the newest Megatron trains, with whole layers recomputed.
 """
 
 from __future__ import annotations
@@ -25,14 +26,15 @@ from phalanx.hardware import Machine
 from phalanx.lab.csv_rows import CsvRow, read_rows
 from phalanx.lab.row_machine import machine_of_row
 from phalanx.lab.row_shape import shape_of_row
+from phalanx.lab.row_software import precision_of
 from phalanx.lab.training_rows import NUMBERS, REQUIRED
 
-PROMPT_TOKENS = 150.0
+PROMPT_TOKENS = 150.0  # assumption: a question of a few sentences with its template
 _WEIGHT_BYTES = 2
 _NOTES = {
-    "serving_tensor": r"generation TP (\d+)",
-    "num_answers": r"generation batch (\d+)",
-    "mean_tokens": r"average sequence length (\d+)",
+    "serving_tensor": r"generation tp ([1-9]\d*)",
+    "num_answers": r"generation batch ([1-9]\d*)",
+    "mean_tokens": r"average sequence length ([1-9]\d*)",
 }
 
 
@@ -77,19 +79,19 @@ def read_rl(path: str | Path) -> list[RlRow]:
         JobError: from `csv_rows.read_rows`.
     """
     rows = read_rows(path, required=REQUIRED, numbers=NUMBERS)
-    return [_rl_row(row) for row in rows if row.get("workload").lower().startswith("rl")]
+    return [_rl_row(row) for row in rows if row.words("workload").startswith("rl")]
 
 
 def _rl_row(row: CsvRow) -> RlRow:
     shape, lacks = shape_of_row(row)
     machine = machine_of_row(row)
-    found = {name: re.search(text, row.get("notes")) for name, text in _NOTES.items()}
+    found = {name: re.search(text, row.words("notes")) for name, text in _NOTES.items()}
     missing = [name.replace("_", " ") for name, match in found.items() if match is None]
     missing += [lacks] if lacks else []
     missing += ["hardware"] if machine is None else []
     needed = ("n_devices", "global_batch_seqs", "seq_len_tokens")
     missing += [name for name in needed if row.count(name) is None]
-    if row.get("workload").lower() != "rl_grpo":
+    if row.words("workload") != "rl_grpo":
         missing.append("what environments and tools take")
     parts = [row.get(name) for name in ("source_id", "model", "hardware", "n_devices")]
     head = {
@@ -102,9 +104,11 @@ def _rl_row(row: CsvRow) -> RlRow:
     if missing or machine is None or shape is None:
         return RlRow(**head, missing=tuple(missing))  # type: ignore[arg-type]
     numbers = {name: int(match[1]) for name, match in found.items() if match}
-    off = re.search(r"(\d+)-step Off", row.get("notes"))
+    off = re.search(r"([1-9]\d*)-step off", row.words("notes"))
     devices = (row.count("n_devices") or 0) // (2 if off else 1)
     seq, batch = row.count("seq_len_tokens") or 0, row.count("global_batch_seqs") or 0
+    if numbers["mean_tokens"] > seq:
+        return RlRow(**head, missing=("an average length of at most seq_len_tokens",))  # type: ignore[arg-type]
     prompt = min(PROMPT_TOKENS, numbers["mean_tokens"] / 3.0)
     work = RlWork(
         num_answers=numbers["num_answers"],
@@ -115,7 +119,7 @@ def _rl_row(row: CsvRow) -> RlRow:
         num_trained=float(shape.num_params),
         staleness=int(off[1]) if off else 0,
     )
-    precision = "fp8" if "fp8" in row.get("dtype").lower() else "bf16"
+    precision = "fp8" if precision_of(row) == "fp8" else "bf16"
     plans = _update(row, devices, seq, batch * numbers["mean_tokens"], precision)
     if plans is None:
         return RlRow(**head, missing=("degrees that the devices divide by",))  # type: ignore[arg-type]

@@ -25,7 +25,7 @@ LEAST_PLANS = 5  # that make a grid
 
 def training_class(row: CsvRow, shape: ModelShape | None) -> str:
     """The class of a row by itself; grids of unknown sources are found over the whole table."""
-    workload, source = row.get("workload").lower(), row.get("source_id").lower()
+    workload, source = row.words("workload"), row.words("source_id")
     if workload.startswith("rl"):
         return "rl"
     if "lora" in workload:

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import re
+
 from phalanx.cost.model_shape import ModelShape
 from phalanx.cost.training_plans import TrainingPlans
 from phalanx.lab.csv_rows import CsvRow
 
-_KNOWN_RULE = "pre-July-2025 FLOP rule"
+_KNOWN_RULE = "pre-july-2025 flop rule"
+_FAILURES = r"crash|\boom\b|_oom|out of memory|fail|error|killed"
+
+
+def has_failed(row: CsvRow) -> bool:
+    """Whether the run crashed or ran out of memory, by the words of its status; others ended."""
+    return bool(re.search(_FAILURES, row.words("status")))
 
 
 def step_s(row: CsvRow, shape: ModelShape | None, plans: TrainingPlans | None) -> float | None:
@@ -26,7 +34,7 @@ def step_s(row: CsvRow, shape: ModelShape | None, plans: TrainingPlans | None) -
     if rate:
         return tokens / (rate * devices)
     teraflops = row.number("tflops_per_device")
-    if not teraflops or shape is None or _KNOWN_RULE not in row.get("notes"):
+    if not teraflops or shape is None or _KNOWN_RULE not in row.words("notes"):
         return None
     per_token = shape.product_flops_per_token + shape.head_flops_per_token
     per_token += shape.attention_flops(1.0, float(plans.row_tokens))
@@ -41,5 +49,5 @@ def memory_bytes(row: CsvRow) -> float | None:
     value = row.number("memory_gb")
     if not value:
         return None
-    is_binary = "GiB" in row.get("memory_kind") or row.get("framework").lower() == "nanotron"
+    is_binary = "gib" in row.words("memory_kind") or "nanotron" in row.words("framework")
     return value * (2**30 if is_binary else 1e9)

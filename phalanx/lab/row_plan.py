@@ -15,7 +15,7 @@ What is implied, and by what:
   layers, at most six;
 - no recomputation where unnamed (fused attention recomputes its own scores either way), but of
   whole layers where a run of a dense model that ended could not have fitted otherwise, for the
-  families that do so.
+  families that do so; words other than "none" and "full" are read as selective.
 """
 
 from __future__ import annotations
@@ -118,20 +118,20 @@ def _batch(row: CsvRow, degrees: dict[str, int]) -> tuple[int, int] | None:
 
 
 def _method(row: CsvRow) -> str:
-    workload = row.get("workload").lower()
+    workload = row.words("workload")
     if "lora" in workload:
         return "lora"
     return "pretrain" if workload in ("", "pretrain") else "full"
 
 
 def _lora_rank(row: CsvRow) -> int:
-    match = re.search(r"rank (\d+)", row.get("notes"), re.IGNORECASE)
+    match = re.search(r"rank ([1-9]\d*)", row.words("notes"))
     return int(match[1]) if match else LORA_RANK
 
 
 def _sharding(row: CsvRow, degrees: dict[str, int], software: str) -> dict[str, int]:
-    text = row.get("zero_or_fsdp").lower()
-    stage = re.search(r"zero(?:[- ]?(?:stage)?[- ]?)(\d)", text)
+    text = row.words("zero_or_fsdp")
+    stage = re.search(r"zero(?:[- ]?(?:stage)?[- ]?)([0-3])", text)
     keeps = "shard_grad_op" in text or "no reshard" in text
     if not text:
         zero = 0 if is_before_sequence_parallelism(software) else family_of(row).zero
@@ -150,7 +150,7 @@ def _group(row: CsvRow, text: str, degrees: dict[str, int]) -> int:
     """Ranks that share what is sharded."""
     ranks = degrees["dp"] * degrees["cp"]
     named = re.search(r"(?:group |\()(\d+)(?:-way\))?", text)
-    slices = re.search(r"(\d+) slice", row.get("interconnect"))
+    slices = re.search(r"([1-9]\d*) slice", row.words("interconnect"))
     group = ranks
     if "hsdp" in text:
         group = row.count("devices_per_node") or ranks
@@ -169,7 +169,7 @@ def _experts(row: CsvRow, degrees: dict[str, int], shape: ModelShape | None) -> 
     if not row.get("ep") and family_of(row).spreads_experts:
         experts = max(layer.feed_forward.num_experts for layer in shape.layers)
         expert = gcd(experts, degrees["dp"])
-    named = re.search(r"expert tp (\d+)", row.get("notes"), re.IGNORECASE)
+    named = re.search(r"expert tp ([1-9]\d*)", row.words("notes"))
     cut = int(named[1]) if named else (degrees["tp"] if expert == 1 else 1)
     return {"expert": expert, "expert_tensor": cut}
 
@@ -182,7 +182,7 @@ def _expert_ranks(degrees: dict[str, int]) -> int:
 def _order(
     row: CsvRow, degrees: dict[str, int], shape: ModelShape | None, num_micro: int
 ) -> dict[str, int]:
-    text = row.get("schedule").lower()
+    text = row.words("schedule")
     virtual = row.count("vpp") or _implied_chunks(row, degrees["pp"], shape, num_micro)
     virtual = virtual if degrees["pp"] > 1 else 1
     name = "interleaved" if virtual > 1 else "1f1b"
@@ -194,7 +194,7 @@ def _order(
 
 def _implied_chunks(row: CsvRow, stages: int, shape: ModelShape | None, num_micro: int) -> int:
     """Model chunks of a pipeline rank where a family interleaves unasked and nothing is printed."""
-    text = row.get("schedule").lower()
+    text = row.words("schedule")
     may = family_of(row).interleaves and (not text or "interleaved" in text)
     if not may or shape is None or shape.expert_params or num_micro % stages:
         return 1
@@ -204,7 +204,7 @@ def _implied_chunks(row: CsvRow, stages: int, shape: ModelShape | None, num_micr
 
 
 def _has_sequence_parallelism(row: CsvRow, degrees: dict[str, int], software: str) -> bool:
-    text = row.get("recompute").lower()
+    text = row.words("recompute")
     if "sequence parallel" in text:
         return "no sequence parallel" not in text and degrees["tp"] > 1
     does = family_of(row).sequence_parallel and not is_before_sequence_parallelism(software)
@@ -212,7 +212,7 @@ def _has_sequence_parallelism(row: CsvRow, degrees: dict[str, int], software: st
 
 
 def _recompute(row: CsvRow) -> str:
-    text = row.get("recompute").lower()
+    text = row.words("recompute")
     if not text or text.startswith("none"):
         return "none"
     return "full" if text.startswith("full") else "selective"

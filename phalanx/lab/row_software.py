@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from phalanx.lab.csv_rows import CsvRow
+from phalanx.lab.row_dtype import first_named, plain_dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +53,10 @@ _FAMILIES = (
 _OTHER = Family("", "other", 0, True)
 _BEFORE_SEQUENCE_PARALLELISM = 22.05  # Korthikanti et al., whose code also brought ZeRO 1 to it
 
+# the first that a text names; matrix products in int8 run at the rate of fp8
 _PRECISIONS = (
-    (r"fp4|nvfp4|mxfp4", "fp4"),
-    (r"fp8|int8", "fp8"),
-    (r"bf16|bfloat16", "bf16"),
-    (r"fp16|half|float16", "fp16"),
+    *(("fp4", "fp4"), ("fp8", "fp8"), ("int8", "fp8")),
+    *(("bf16", "bf16"), ("fp16", "fp16")),
 )
 
 
@@ -82,13 +82,8 @@ def _generation(framework: str, date: str) -> str:
 
 
 def precision_of(row: CsvRow) -> str:
-    """Of matrix products; empty where the row does not say."""
-    return _precision(row.get("dtype").lower())
-
-
-@cache
-def _precision(text: str) -> str:
-    return next((name for pattern, name in _PRECISIONS if re.search(pattern, text)), "")
+    """Of matrix products; empty where the row does not say, or names none that is known."""
+    return first_named(plain_dtype(row.get("dtype")), _PRECISIONS)
 
 
 def family_of(row: CsvRow) -> Family:
@@ -97,7 +92,8 @@ def family_of(row: CsvRow) -> Family:
     What MLPerf's submitters on NVIDIA's devices call "PyTorch" or "CUDA" is NVIDIA's own code.
     """
     family = _family(row.get("framework"))
-    is_submission = row.get("source_id").startswith("mlperf") and "NVIDIA" in row.get("hardware")
+    is_mlperf = "mlperf" in f"{row.words('source_id')} {row.words('source')}"
+    is_submission = is_mlperf and "nvidia" in row.words("hardware")
     return _family("megatron") if is_submission and family.name in ("torch", "other") else family
 
 

@@ -50,7 +50,7 @@ def aggregated_degrees(row: CsvRow) -> Degrees | None:
         if replicas > 1 and devices == replicas:
             return Degrees(1, pipeline, expert, replicas)
         return None
-    if "counts" in row.get("notes") and "Cores" in row.get("notes"):
+    if "counts" in row.words("notes") and "cores" in row.words("notes"):
         return Degrees(devices or max(tensor // 2, 1), pipeline)
     if tensor == replicas and tensor > 1 and expert == tensor * replicas:
         return Degrees(1, pipeline, replicas, replicas)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from phalanx.lab.csv_rows import CsvRow
+from phalanx.lab.row_dtype import first_named, plain_dtype
 
 _FAMILIES = (
     ("vllm-ascend", "vllm-ascend"),
@@ -22,13 +23,13 @@ _PRECISIONS = (  # in this order: the first that the text names
     ("mxfp4", "mxfp4"),
     ("fp4", "fp4"),
     ("int4", "int4"),
-    ("w8a8", "int8"),
     ("int8", "int8"),
     ("fp8", "fp8"),
     ("bf16", "bf16"),
     ("fp16", "fp16"),
 )
-# what a model's published checkpoint is stored in where the row does not say
+# what a model's published checkpoint is stored in where the row does not say; gpt-oss was published
+# in MXFP4 alone, so that other formats that its rows name are those of the products
 _CHECKPOINTS = (
     ("nvfp4", "fp4"),
     ("fp4", "fp4"),
@@ -43,7 +44,7 @@ _CHECKPOINTS = (
 
 def software_of(row: CsvRow) -> str:
     """ "family:generation"; of engines that give no version, the half year of the run."""
-    text = row.get("engine").lower()
+    text = row.words("engine")
     family = next((name for word, name in _FAMILIES if word in text), text.split(" ")[0])
     return f"{family}:{_generation(family, row)}"
 
@@ -59,14 +60,14 @@ def _generation(family: str, row: CsvRow) -> str:
 
 
 def precision_of(row: CsvRow) -> str:
-    """Of the weights, a key of `WEIGHT_BYTES`; the checkpoint's where the row does not say."""
-    model, text = row.get("model").lower(), row.get("dtype").lower()
+    """Of the weights, a key of `WEIGHT_BYTES`; the checkpoint's where the row does not say.
+
+    Empty where the row names a format that is not known.
+    """
+    model, text = row.words("model"), plain_dtype(row.get("dtype"))
     if "gpt-oss" in model:
         return "mxfp4"
-    for word, name in _PRECISIONS:
-        if word in text:
-            return name
-    return next((name for word, name in _CHECKPOINTS if word in model), "bf16")
+    return first_named(text, _PRECISIONS) if text else first_named(model, _CHECKPOINTS) or "bf16"
 
 
 def load_of(row: CsvRow, kind: str) -> str:
@@ -75,6 +76,6 @@ def load_of(row: CsvRow, kind: str) -> str:
     The public InferenceX runs (ten waves of requests) and a vendor's own sweeps are told apart by
     the words of the source; other loads are as their kind.
     """
-    if "InferenceX" in row.get("source"):
+    if "inferencex" in row.words("source"):
         return "inferencex"
-    return "vendor sweep" if "in-house sweep" in row.get("source") else kind
+    return "vendor sweep" if "in-house sweep" in row.words("source") else kind

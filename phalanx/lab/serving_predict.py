@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
 
 import numpy as np
 
@@ -28,16 +27,9 @@ from phalanx.cost.serving_steady import (
 )
 from phalanx.cost.serving_step import Rates
 from phalanx.hardware import Machine
+from phalanx.lab.scores import Estimate
 from phalanx.lab.serving_degrees import Degrees
 from phalanx.lab.serving_rows import ServingRow
-
-
-class Estimate(NamedTuple):
-    """A value and the bar that 90 % of measurements should lie in."""
-
-    value: float
-    low: float
-    high: float
 
 
 @dataclass(frozen=True)

@@ -69,7 +69,7 @@ class ServingRow:
         measured: by metric, those that are given or follow from given ones.
         statistic: of the latencies, as the source calls it.
         missing: minimum inputs that the row lacks.
-        is_fitted: predictable, with a measurement that is no recollection.
+        is_trusted: the values were read from their source, not recalled from memory.
     """
 
     line: int
@@ -94,7 +94,7 @@ class ServingRow:
     measured: Mapping[str, float]
     statistic: str
     missing: tuple[str, ...]
-    is_fitted: bool
+    is_trusted: bool
     row_class: str = "serving"
 
     @property
@@ -108,6 +108,11 @@ class ServingRow:
     def is_predictable(self) -> bool:
         """Whether nothing is missing or unknown."""
         return not (self.missing or self.unknown)
+
+    @property
+    def is_fitted(self) -> bool:
+        """Usable for fits: predictable, with a measurement that is no recollection."""
+        return self.is_predictable and self.is_trusted and bool(self.measured)
 
     @property
     def devices(self) -> int:
@@ -126,10 +131,11 @@ def read_serving(path: str | Path) -> list[ServingRow]:
 
 def _row(row: CsvRow) -> ServingRow:
     shape, machine = _known(row.get("model")), _machine(row.get("hardware"))
-    is_split = row.get("mode") == "disaggregated"
+    is_split = row.words("mode") == "disaggregated"
     both = split_degrees(row) if is_split else None
     degrees = both[1] if both else aggregated_degrees(row)
     kind, concurrency = _load(row, is_split)
+    precision = precision_of(row)
     prompt, answer = (_at_least_one(row, f"{end}put_len_tokens") for end in ("in", "out"))
     given = {
         "model": bool(row.get("model")),
@@ -138,6 +144,7 @@ def _row(row: CsvRow) -> ServingRow:
         "input_len_tokens": bool(prompt),
         "output_len_tokens": bool(answer),
         LOAD_INPUTS: bool(kind),
+        "dtype": bool(precision),
         "tokens accepted per step": not _is_speculative(row),
     }
     missing = tuple(name for name, is_given in given.items() if not is_given)
@@ -158,33 +165,29 @@ def _row(row: CsvRow) -> ServingRow:
         machine=machine,
         degrees=degrees,
         prompt_degrees=both[0] if both else None,
-        precision=precision_of(row),
+        precision=precision,
         software=software_of(row),
         load=load_of(row, kind),
         prompt_tokens=prompt,
         answer_tokens=answer,
         concurrency=concurrency,
         requests_per_s=row.number("request_rate_qps") or 0.0,
-        num_requests=_named(row.get("scenario"), r"(\d+) requests,"),
+        num_requests=_named(row.words("scenario"), r"(\d+) requests,"),
         measured=measured,
         statistic=row.get("latency_statistic"),
         missing=missing,
-        is_fitted=not missing
-        and shape is not None
-        and machine is not None
-        and bool(measured)
-        and "memory" not in row.get("source_check"),
+        is_trusted=not row.is_from_memory,
     )
 
 
 def _load(row: CsvRow, is_split: bool) -> tuple[str, float]:
     """Kind of load and requests in flight; no kind where the row does not say."""
-    scenario = row.get("scenario").lower()
+    scenario = row.words("scenario")
     concurrency = _at_least_one(row, "concurrency")
     if "saturated" in scenario:
         return "saturated", concurrency
     batch = _at_least_one(row, "batch_size")
-    is_closed = "closed-loop" in row.get("latency_statistic") and not concurrency
+    is_closed = "closed-loop" in row.words("latency_statistic") and not concurrency
     if is_closed and batch and not is_split:
         return "closed", batch * (row.count("attention_dp") or 1)
     is_alone = "batch" in scenario or "real time" in scenario or not concurrency
@@ -193,7 +196,7 @@ def _load(row: CsvRow, is_split: bool) -> tuple[str, float]:
     if concurrency:
         return ("split" if is_split else "closed"), concurrency
     if row.number("request_rate_qps") and _named(scenario, r"(\d+) requests,") and not is_split:
-        return "open", _named(row.get("notes"), r"max_num_seqs (\d+)")
+        return "open", _named(row.words("notes"), r"max_num_seqs (\d+)")
     return "", 0.0
 
 
@@ -211,12 +214,12 @@ def _named(text: str, pattern: str) -> float:
 
 def _is_one_kind(hardware: str) -> bool:
     """Whether a text names one accelerator, not several kinds or a family of them."""
-    return bool(hardware) and not re.search(r"not stated|\(x\d+\).*\(x\d+\)", hardware)
+    return bool(hardware) and not re.search(r"not stated|\(x\d+\).*\(x\d+\)", hardware.lower())
 
 
 def _is_speculative(row: CsvRow) -> bool:
     """Whether tokens are drafted; how many of them are accepted is no column of the table."""
-    text = f"{row.get('scenario')} {row.get('notes')}".lower()
+    text = f"{row.words('scenario')} {row.words('notes')}"
     return bool(re.search(r"suffix decoding|draft acceptance|multi-token prediction on", text))
 
 

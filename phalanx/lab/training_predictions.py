@@ -59,8 +59,7 @@ def _priced(batch: Batch) -> list[TrainingPrediction]:
     memory = training_memory(batch.shape, batch.plans, batch.machine)
     fits = np.broadcast_to(memory.fits_probability(batch.machine.memory.value), len(batch.rows))
     step = _estimates(times.total_s, times.low_s, times.high_s, len(batch.rows))
-    frac = memory.logged_bytes / memory.peak_bytes
-    bar = (frac * memory.low_bytes, frac * memory.high_bytes)
+    bar = (memory.logged_low_bytes, memory.logged_high_bytes)
     peak = _estimates(memory.logged_bytes, *bar, len(batch.rows))
     parts = {name: np.broadcast_to(part, len(batch.rows)) for name, part in times.parts.items()}
     return [

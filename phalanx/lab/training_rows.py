@@ -23,16 +23,13 @@ from phalanx.hardware import Machine
 from phalanx.lab.csv_rows import CsvRow, read_rows
 from phalanx.lab.row_class import TRAINING_CLASSES, is_grid, training_class
 from phalanx.lab.row_machine import machine_of_row
-from phalanx.lab.row_measured import memory_bytes, step_s
+from phalanx.lab.row_measured import has_failed, memory_bytes, step_s
 from phalanx.lab.row_plan import plan_of_row
 from phalanx.lab.row_recompute import recomputing
 from phalanx.lab.row_shape import shape_of_row
 from phalanx.lab.row_software import precision_of, software_of
 
-REQUIRED = (
-    *("source_id", "model", "hardware", "n_devices", "dtype", "framework"),
-    *("tp", "pp", "seq_len_tokens", "global_batch_seqs", "tokens_per_s_per_device"),
-)
+REQUIRED = ("source_id", "model", "hardware", "n_devices", "dtype", "seq_len_tokens")
 NUMBERS = (
     *("params_b", "layers", "hidden", "heads", "kv_heads", "vocab", "experts", "topk"),
     *("n_devices", "devices_per_node", "tp", "pp", "vpp", "dp", "cp", "ep"),
@@ -160,7 +157,7 @@ def _training_row(row: CsvRow) -> TrainingRow:
         plans = recomputing(row, shape, plans, machine)
     if not row.get("hardware") or re.search(r" \+ ", row.get("hardware")):
         missing.append("hardware of one kind")
-    if row.get("workload").lower().startswith("rl"):
+    if row.words("workload").startswith("rl"):
         missing.append("the plan and lengths of generation, which no column holds")
     if lacks:
         missing.insert(0, lacks)
@@ -179,8 +176,8 @@ def _training_row(row: CsvRow) -> TrainingRow:
         software=software_of(row),
         measured_step_s=step_s(row, shape, plans),
         measured_memory_bytes=memory_bytes(row),
-        failed=row.get("status") == "crash_or_oom",
-        is_trusted="from memory" not in row.get("source_check"),
+        failed=has_failed(row),
+        is_trusted=not row.is_from_memory,
         group=_key(row, "source_id", "model", "hardware", "n_devices", "seq_len_tokens", *_SHAPE),
         grid=_key(row, "source_id", "model", "hardware", "n_devices", "seq_len_tokens", *_SHAPE)
         + f"|{row.get('global_batch_seqs')}|{precision_of(row)}",

@@ -98,9 +98,9 @@ def _serving_points(
 ) -> Iterator[Point]:
     for row, answer in zip(rows, made):
         for name, measured in row.measured.items():
-            if measured > 0 and name in answer.values:
+            if row.is_trusted and measured > 0 and name in answer.values:
                 key = (row.source_id, row.row_class, row.line)
-                yield Point(*key, name, measured, Estimate(*answer.values[name]), _NOT_A_NUMBER)
+                yield Point(*key, name, measured, answer.values[name], _NOT_A_NUMBER)
 
 
 def _is_priced(answer: Answer) -> bool:
@@ -125,7 +125,7 @@ def _source_scores(
             rows=len(each),
             complete=sum(not row.missing for row, _ in each),
             predicted=sum(not row.missing and _is_priced(answer) for row, answer in each),
-            from_memory=sum(not getattr(row, "is_trusted", True) for row, _ in each),
+            from_memory=sum(not row.is_trusted for row, _ in each),
             reasons=dict(Counter(answer.reason for _, answer in each if answer.reason)),
             errors={
                 quantity: score

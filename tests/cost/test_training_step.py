@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from phalanx.cost.collectives import hierarchical_wire_bytes, wire_bytes
 from phalanx.cost.model_shape import AttentionShape, FeedForwardShape, LayerShape, ModelShape
 from phalanx.cost.training_plans import CONTEXT_KINDS, RECOMPUTE, SCHEDULES, TrainingPlans
-from phalanx.cost.training_step import stage_seconds, training_step
+from phalanx.cost.training_step import training_step
 from phalanx.cost.training_traffic import collective
 from phalanx.hardware import Figure, read_machine
 
@@ -167,18 +167,6 @@ def test_interleaving_divides_the_bubble():
     plan = {"pipeline": 4, "num_micro": 8, "schedule": SCHEDULES.index("interleaved")}
     one, three = (price(**plan, virtual=chunks).parts["bubble"][0] for chunks in (1, 3))
     assert three == pytest.approx(one / 3, rel=0.02)
-
-
-def test_stages_add_up_to_the_step():
-    plan = {"pipeline": 4, "num_micro": 16, "micro_rows": 4, "tensor": 2}
-    times = price(**plan)
-    stages = stage_seconds(gpt(), TrainingPlans(row_tokens=2048, **plan), read_machine("h100"))
-    in_layers = sum(times.parts[name] for name in ("compute", "tensor", "context", "expert"))
-    overhead = times.parts["overhead"]
-    assert in_layers <= 16 * 6 * stages.layer_s <= in_layers + overhead
-    assert 0.2 < stages.forward_frac[0] < 0.5
-    assert stages.message_s > 0
-    assert stages.head_s > 0
 
 
 @pytest.mark.parametrize(
