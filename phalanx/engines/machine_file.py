@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Mapping
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 from phalanx.doctor.machine import (
     MATRIX_FLAGS,
@@ -24,7 +25,7 @@ from phalanx.doctor.machine import (
 )
 from phalanx.engines.launch import launch_local
 from phalanx.errors import JobError
-from phalanx.hardware import Figure, Machine
+from phalanx.hardware import Figure, Machine, machine_called
 from phalanx.hardware.write import machine_toml
 from phalanx.planner.here import device_here, gpus_here
 
@@ -34,7 +35,7 @@ _MOST_PROCESSES = 8  # of a CPU; their threads share its other cores
 _BUFFER_BYTES = 512 << 20
 _SYSTEM = Path("/sys/devices/system")
 _USABLE = Figure(0.9, "assumption", "other programs, and pieces of memory too small to use", "")
-_ALONE = "assumption"
+_ALONE = "assumption"  # kind of what a lone device has no other end to measure with
 
 
 def calibrate_machine(name: str = "here", *, num_devices: int = 0, seconds: float = 1.0) -> Machine:
@@ -130,7 +131,7 @@ def _machine(
     return Machine(
         name=name,
         title=_title(device, count, int(found["threads"])),
-        vendor=next(iter(processor_name().split("(")[0].split()), ""),
+        **_of_its_kind(is_gpu, found["matmul"]),
         topology=_topology(),
         devices_per_domain=count,
         matmul=measured("matmul", "bf16 products of one weight after another"),
@@ -148,6 +149,18 @@ def _machine(
             _mebibytes(memory_bytes()[0] / count), "measured", "built in, a device's share", today
         ),
     )
+
+
+def _of_its_kind(is_gpu: bool, matmul: float) -> dict[str, Any]:
+    """What no measurement tells: the maker; of a GPU that is known here generation, peaks and
+    power, unless the measured rate is above that peak (then it is another device)."""
+    if not is_gpu:
+        return {"vendor": next(iter(processor_name().split("(")[0].split()), "")}
+    known = machine_called(gpus_here()[0].split(",")[0])
+    if known is None or (known.bf16_peak and matmul > known.bf16_peak.value):
+        return {"vendor": "NVIDIA"}  # `gpus_here` lists no others
+    names = ("vendor", "generation", "bf16_peak", "fp8_peak", "fp4_peak", "int8_peak", "tdp")
+    return {name: getattr(known, name) for name in names}
 
 
 def _link(

@@ -88,8 +88,8 @@ def machine_called(text: str) -> Machine | None:
     have one; capped power and virtual machines are read as the plain device.
 
     Returns:
-        None for what is no known machine, does not say which ("Huawei Ascend NPU"), or is more than
-        one kind (`machines_called`).
+        None for what is no known machine, or one of another size of memory; does not say which
+        ("Huawei Ascend NPU"); or is more than one kind (`machines_called`).
     """
     if _MIXED.search(text):
         return None
@@ -118,7 +118,18 @@ def _one(text: str) -> Machine | None:
         return read_machine(plain.lower())
     words = set(re.findall(r"[a-z]+\d+[a-z]+\d*|[a-z]+\d*|\d+[a-z]+|\d+", plain.lower()))
     words |= {part for word in words for part in re.findall(r"\d+|[a-z]+", word)}
-    for name, machine in _NAMES:
+    if words & {"ti", "super"}:  # other chips than the GeForce of that number
+        return None
+    for name, called in _NAMES:
         if set(name.split()) <= words:
-            return read_machine(machine)
+            machine = read_machine(called)
+            return machine if _has_memory(machine, plain) else None
     return None
+
+
+def _has_memory(machine: Machine, text: str) -> bool:
+    """Whether one of the sizes that a name states is that of the machine, nominal as sold: a "V100
+    16GB" is no V100 of 32 GB. Names of GH200 may state the memory of the processor alone."""
+    sizes = [float(each) for each in re.findall(r"(?<![\w.])(\d+) ?GB?\b", text, re.IGNORECASE)]
+    near = (0.85 < size * 1e9 / machine.memory.value < 1.15 for size in sizes)
+    return not sizes or any(near) or machine.name.startswith("gh200")

@@ -55,6 +55,20 @@ def test_one_device_has_an_assumed_link_and_a_measured_one_says_how(monkeypatch)
     assert "limit of 4 GiB" in limited.memory.source
 
 
+def test_a_gpu_has_the_maker_and_the_peaks_of_its_kind_not_of_the_processor(monkeypatch):
+    figures = {
+        "matmul": 7e14, "memory_bandwidth": 3e12, "launch_overhead": 4e-6, "cores_frac": 1.0,
+        "threads": 1.0, "memory": 8e10, "total_memory": 8.5e10,
+    }  # fmt: skip
+    monkeypatch.setattr(machine_file, "gpus_here", lambda: ("NVIDIA H100 80GB HBM3, 81559 MiB",))
+    found, h100 = machine_file._machine("here", "cuda", 1, 1e11, figures), read_machine("h100")
+    assert (found.vendor, found.generation) == ("NVIDIA", "Hopper")
+    assert (found.bf16_peak, found.fp8_peak) == (h100.bf16_peak, h100.fp8_peak)
+    assert found.matmul.value == 7e14 and found.matmul.kind == "measured"
+    faster = machine_file._machine("here", "cuda", 1, 1e11, figures | {"matmul": 2e15})
+    assert (faster.vendor, faster.bf16_peak) == ("NVIDIA", None)
+
+
 def test_cores_are_counted_once_and_nodes_at_least_once(tmp_path, monkeypatch):
     for core, siblings in enumerate(["0,2", "1,3", "0,2", "1,3"]):
         folder = tmp_path / f"cpu/cpu{core}/topology"

@@ -148,3 +148,15 @@ def test_every_file_is_called_by_its_own_name_and_its_title_names_the_same_chip(
 def test_any_text_is_a_machine_or_none(text):
     assert isinstance(machine_called(text), Machine | None)
     machines_called(text)
+
+
+@pytest.mark.parametrize("text", ["V100 SXM2 16GB", "H100 64GB", "RTX 2080 Ti", "A100 SXM 20 GB"])
+def test_a_device_with_other_memory_or_another_chip_is_not_the_one_of_that_number(text):
+    assert machine_called(text) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "name"), [("NVIDIA A10G", "a10g"), ("NVIDIA GH200 480GB", "gh200-96g")]
+)
+def test_names_as_the_driver_gives_them(text, name):
+    assert machine_called(text).name == name

@@ -13,12 +13,6 @@ from phalanx.planner.importers.entries import Document
 from phalanx.planner.importers.foreign import ALL_LEFT, NOT_MODELLED, ForeignPlan
 from phalanx.planner.importers.reading import Reading
 
-MARKERS = (
-    "tensor-model-parallel-size",
-    "pipeline-model-parallel-size",
-    "num-attention-heads",
-    "micro-batch-size",
-)
 _NOT_MODELLED = {
     "overlap-grad-reduce": "overlap is part of the fitted efficiency of the software",
     "overlap-param-gather": "overlap is part of the fitted efficiency of the software",
