@@ -128,6 +128,7 @@ class RunCost:
             "hours": _finite(self.hours),
             "usd": _finite(self.usd),
             "energy_kwh": _finite(self.energy.devices_kwh) if self.energy else None,
+            "hall_energy_kwh": _finite(self.energy.hall_kwh) if self.energy else None,
         }
 
     def describe(self) -> str:

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from typing import Protocol, TypeVar
 from zlib import crc32
 
+from phalanx.errors import JobError
+
 
 class Grouped(Protocol):
     """What can be split."""
@@ -27,8 +29,12 @@ def folds(rows: Sequence[Row], count: int = 5) -> list[tuple[list[Row], list[Row
 
     Groups are dealt out largest first to the fold with the fewest rows, ties broken by a hash of
     the group, so that no fold is all one source's large grids.
+
+    Raises:
+        JobError: `job/bad-value` for fewer than two.
     """
-    assert count >= 2
+    if count < 2:
+        raise JobError("job/bad-value", "folds", count, "must be at least 2", legal=[2])
     sizes: dict[str, int] = {}
     for row in rows:
         sizes[row.group] = sizes.get(row.group, 0) + 1

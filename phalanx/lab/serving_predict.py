@@ -178,7 +178,7 @@ def _column(values: Sequence[float]) -> np.ndarray:
 
 def _reason(row: ServingRow) -> str:
     if row.missing:
-        return f"insufficient input: {', '.join(row.missing)}"
+        return f"insufficient input: {'; '.join(row.missing)}"
     return f"unknown {row.unknown}" if row.unknown else ""
 
 

@@ -67,7 +67,6 @@ class ServingRow:
             requests arrive at a rate, the most that run.
         requests_per_s, num_requests: of a trace that arrives at a rate.
         measured: by metric, those that are given or follow from given ones.
-        statistic: of the latencies, as the source calls it.
         missing: minimum inputs that the row lacks.
         is_trusted: the values were read from their source, not recalled from memory.
     """
@@ -92,7 +91,6 @@ class ServingRow:
     requests_per_s: float
     num_requests: float
     measured: Mapping[str, float]
-    statistic: str
     missing: tuple[str, ...]
     is_trusted: bool
     row_class: str = "serving"
@@ -101,8 +99,8 @@ class ServingRow:
     def unknown(self) -> str:
         """What a complete row names that Phalanx does not know; such rows count as not covered."""
         if self.shape is None:
-            return f"model {self.model}"
-        return f"accelerator {self.hardware}" if self.machine is None else ""
+            return f"model: {self.model}"
+        return f"accelerator: {self.hardware}" if self.machine is None else ""
 
     @property
     def is_predictable(self) -> bool:
@@ -174,7 +172,6 @@ def _row(row: CsvRow) -> ServingRow:
         requests_per_s=row.number("request_rate_qps") or 0.0,
         num_requests=_named(row.words("scenario"), r"(\d+) requests,"),
         measured=measured,
-        statistic=row.get("latency_statistic"),
         missing=missing,
         is_trusted=not row.is_from_memory,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -22,14 +22,12 @@ class TrainingPrediction:
         step_s: with its bar; None where there is no prediction.
         memory_bytes: of these, what the software's own log would print as its peak.
         fits: the chance that the fullest device holds the plan.
-        parts_s: seconds by what they are spent on.
         reason: why there is no prediction.
     """
 
     step_s: Estimate | None = None
     memory_bytes: Estimate | None = None
     fits: float = float("nan")
-    parts_s: dict[str, float] = field(default_factory=dict)
     reason: str = ""
 
 
@@ -50,7 +48,7 @@ def unpriced(row: TrainingRow) -> TrainingPrediction:
     if row.missing:
         return TrainingPrediction(reason=f"insufficient input: {'; '.join(row.missing)}")
     if row.machine is None:
-        return TrainingPrediction(reason=f"unknown machine: {row.hardware}")
+        return TrainingPrediction(reason=f"unknown accelerator: {row.hardware}")
     return TrainingPrediction()
 
 
@@ -61,13 +59,11 @@ def _priced(batch: Batch) -> list[TrainingPrediction]:
     step = _estimates(times.total_s, times.low_s, times.high_s, len(batch.rows))
     bar = (memory.logged_low_bytes, memory.logged_high_bytes)
     peak = _estimates(memory.logged_bytes, *bar, len(batch.rows))
-    parts = {name: np.broadcast_to(part, len(batch.rows)) for name, part in times.parts.items()}
     return [
         TrainingPrediction(
             step_s=step[at],
             memory_bytes=peak[at],
             fits=float(fits[at]),
-            parts_s={name: float(part[at]) for name, part in parts.items()},
         )
         for at in range(len(batch.rows))
     ]

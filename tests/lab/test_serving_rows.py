@@ -127,8 +127,8 @@ def test_a_row_without_minimum_inputs_says_which(tmp_path, lacks, missing):
 
 @pytest.mark.parametrize(
     ("names", "unknown"),
-    [({"model": "Nobody/Knows-7B"}, "model Nobody/Knows-7B"), ({"hardware": "Abacus"},
-     "accelerator Abacus")],
+    [({"model": "Nobody/Knows-7B"}, "model: Nobody/Knows-7B"), ({"hardware": "Abacus"},
+     "accelerator: Abacus")],
 )  # fmt: skip
 def test_what_phalanx_does_not_know_is_no_lack_of_the_row(tmp_path, names, unknown):
     (row,) = read(tmp_path, names)
