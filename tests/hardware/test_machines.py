@@ -1,6 +1,7 @@
 """Machines: every number has a unit, a source and a date, or the file is refused."""
 
 import math
+from pathlib import Path
 
 import pytest
 
@@ -159,3 +160,16 @@ def _text(name):
     from importlib.resources import files
 
     return (files("phalanx.hardware") / f"{name}.toml").read_text()
+
+
+def test_the_page_of_machines_counts_them_and_where_their_figures_come_from():
+    page = " ".join((Path(__file__).parents[2] / "docs/machines.md").read_text().split())
+    machines = [read_machine(name) for name in machine_names()]
+    kinds = [machine.matmul.kind for machine in machines]
+    assert f"{len(machines)} machines come with Phalanx" in page
+    measured, shares = kinds.count("measured"), kinds.count("assumption")
+    assert f"measured by others for {measured}; for {shares} the bf16 peak" in page
+    assert f"for the {kinds.count('published')} TPUs the peak itself" in page
+    shown = sum(machine.memory.kind == "measured" for machine in machines)
+    assert f"showed for {shown}; else nominal" in page
+    assert f"{sum(not machine.price for machine in machines)} have no public price" in page
