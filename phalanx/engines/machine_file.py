@@ -30,7 +30,7 @@ from phalanx.hardware.write import machine_toml
 from phalanx.planner.here import device_here, gpus_here
 
 _WORKER = "phalanx.engines.machine_bench"
-_TIMEOUT_S = 60.0
+_TIMEOUT_S = 240.0  # where others want the cores too, starting alone takes most of a minute
 _MOST_PROCESSES = 8  # of a CPU; their threads share its other cores
 _BUFFER_BYTES = 512 << 20
 _SYSTEM = Path("/sys/devices/system")
@@ -39,7 +39,7 @@ _ALONE = "assumption"  # kind of what a lone device has no other end to measure 
 
 
 def calibrate_machine(name: str = "here", *, num_devices: int = 0, seconds: float = 1.0) -> Machine:
-    """Measure this machine; takes about ten seconds.
+    """Measure this machine; takes about ten seconds where no other program wants its cores.
 
     Args:
         name: of the machine.
