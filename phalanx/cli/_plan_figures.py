@@ -44,12 +44,15 @@ def figure(value: float) -> str:
 
 def gib(num_bytes: float) -> str:
     """Binary, one digit."""
+    if num_bytes < 0.1 * GIBIBYTE:
+        return f"{num_bytes / 2**20:.1f} MiB"
     return f"{num_bytes / GIBIBYTE:.1f} GiB"
 
 
 def gb(num_bytes: float) -> str:
     """Decimal, of disks."""
-    scale, unit = (1e12, "TB") if num_bytes >= 1e12 else (1e9, "GB")
+    scales = ((1e12, 1e12, "TB"), (1e8, 1e9, "GB"), (0.0, 1e6, "MB"))
+    scale, unit = next((scale, unit) for least, scale, unit in scales if num_bytes >= least)
     return f"{num_bytes / scale:.3g} {unit}"
 
 

@@ -244,7 +244,7 @@ def _line(answer: ServeAnswer) -> tuple[str, ...]:
         _per_s(_served(answer, best)),
         f"{100 * answer.played_per_s / best.knee_per_s:,.0f} %",
         *map(_time, tails),
-        f"{answer.usd_per_h:.2f}" if isfinite(answer.usd_per_h) else "unknown",
+        f"{answer.usd_per_h:,.2f}" if isfinite(answer.usd_per_h) else "unknown",
         f"{answer.usd_per_million_output:.3g}" if isfinite(answer.usd_per_h) else "unknown",
     )
 
@@ -298,7 +298,7 @@ def _show(answer: ServeAnswer) -> None:
     if answer.split is not None and answer.split_degrees is not None:
         split, better = answer.split, answer.split.most_per_s / best.most_per_s - 1
         paragraph(
-            f"divided into {split.for_prompts} for prompts and {split.for_answers} for answers "
+            f"divided into {split.for_prompts:,} for prompts and {split.for_answers:,} for answers "
             f"({_cut_words(answer.split_degrees)}): {_per_s(split.most_per_s)} requests/s keep the "
             f"promises in the mean (formula), {100 * better:+.0f} % against engines that do both",
             *(2, 2),
@@ -314,8 +314,9 @@ def _ways(count: int) -> str:
 
 
 def _engine_words(best: Engines) -> str:
-    engines = f"{best.replicas} engine{'s' if best.replicas > 1 else ''}"
-    idle = f", {best.idle} devices idle" if best.idle else ""
+    engines = f"{best.replicas:,} engine{'s' if best.replicas > 1 else ''}"
+    devices = f"{best.idle:,} device{'s' if best.idle > 1 else ''}"
+    idle = f", {devices} idle" if best.idle else ""
     return f"{engines} of {_cut_words(best.degrees)}{idle}"
 
 

@@ -71,12 +71,14 @@ def _show_job(priced: PricedJob) -> None:
 
 
 def _show_data(profile: DataProfile) -> None:
-    dropped = f"{profile.audit.rows_dropped:,}" if profile.audit.rows_dropped else "none"
+    audit = profile.audit
+    dropped = f"{audit.rows_dropped:,}" if audit.rows_dropped else "none"
     lengths = f"p50 {profile.quantile(0.5):,}, p99 {profile.quantile(0.99):,}"
+    again = f" ({audit.rows_duplicate:,} of them repeat another)" if audit.rows_duplicate else ""
     counted = f"{100 * profile.counted_frac:.0f} % count"
     paragraph(
         f"{profile.source}: {profile.audit.rows_in:,} rows, {profile.samples.num_tokens:,} tokens "
-        f"({lengths}, longest {profile.longest:,}); {counted}; {dropped} dropped",
+        f"({lengths}, longest {profile.longest:,}); {counted}; {dropped} dropped{again}",
         hang=2,
     )
     if profile.is_assumption:

@@ -10,6 +10,7 @@ from math import ceil
 from threading import Timer
 from typing import Any
 
+from phalanx.cost.memory_software import memory_software_names
 from phalanx.cost.training_plans import RECOMPUTE
 from phalanx.errors import JobError, nearest_numbers
 from phalanx.job import Job
@@ -141,6 +142,10 @@ def _require_read(training: Training, model: str, asks: Question) -> None:
     if asks.base_bits != 16 and training.method != "lora":
         rule = f"is of frozen weights, and {training.method} trains all of them; add --lora 16"
         raise JobError("job/bad-value", "--base-bits", asks.base_bits, rule, legal=[16])
+    families = [name for name in memory_software_names() if ":" not in name]
+    if asks.software and asks.software.partition(":")[0] not in families:
+        rule = "no such program is priced"
+        raise JobError("registry/unknown", "--software", asks.software, rule, legal=families)
     if asks.expert_imbalance != 1.0 and not training.shape.expert_params:
         rule = f"{model} has no experts"
         raise JobError(

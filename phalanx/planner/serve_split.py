@@ -11,7 +11,8 @@ from phalanx.cost.serving_plans import ServingPlans
 from phalanx.cost.serving_steady import Loads, SteadyState, split_engines
 
 _HALVINGS = 24
-_MOST_IN_FLIGHT = 1e5
+_MOST_IN_FLIGHT = 1e5  # of a cluster, or as many as its engines take
+_OF_AN_ENGINE = 1024
 _MOST_ROWS = 4096  # of the table of splits: of very many engines not every division is tried
 
 
@@ -64,7 +65,8 @@ def best_split(
     def at(concurrency: np.ndarray) -> SteadyState:
         return split_engines(many, many, workers, replace(load, concurrency=concurrency), rates)
 
-    low, high = np.zeros(len(row)), np.full(len(row), np.log(_MOST_IN_FLIGHT))
+    most_in_flight = np.maximum(_MOST_IN_FLIGHT, _OF_AN_ENGINE * replicas[row])
+    low, high = np.zeros(len(row)), np.log(most_in_flight)
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
         state = at(np.exp(middle))

@@ -59,7 +59,9 @@ def smallest_size(
     training, machine = asked.training, asked.asked.cluster.machine
     options |= {"must_run": training.config is not None and training.method != "pretrain"}
     fast_enough: list[Answer] = []
-    for number in _numbers(asked, limit_s):
+    numbers = list(_numbers(asked, limit_s))
+    tried = ", ".join(f"{number:,}" for number in numbers)
+    for number in numbers:
         cluster = Cluster(machine, number)
         where = AskedCluster(str(cluster), cluster)
         found = answer(training, where, limit_s=limit_s, budget_usd=budget_usd, **options)
@@ -68,7 +70,7 @@ def smallest_size(
         if found.is_too_dear and not found.is_too_slow:
             fast_enough.append(found)
     if not fast_enough:
-        return Size(asked, None, "no number of devices that was tried is fast enough and fits")
+        return Size(asked, None, f"none of {tried} devices is fast enough and fits")
     cheapest = min(fast_enough, key=lambda each: each.dollars[0])
     usd = cheapest.dollars[0]
     text = f"{cheapest.asked.text} is the cheapest that is fast enough and costs ${usd:,.0f}"

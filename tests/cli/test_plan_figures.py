@@ -4,13 +4,14 @@ import math
 
 import pytest
 
-from phalanx.cli._plan_figures import dollars, duration
+from phalanx.cli._plan_figures import dollars, duration, gb, gib, quantity
 
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
     [
         ((0.0123, 0.011, 0.015), "12.3 ms (11.0 to 15.0)"),
+        ((0.334, 0.1, 0.6), "334 ms (100 to 600)"),
         ((6.0, 5.3, 8.2), "6.0 s (5.3 to 8.2)"),
         ((120.0, 90.0, 150.0), "2.0 min (1.5 to 2.5)"),
         ((4.7e6, 4.2e6, 6.5e6), "1,306 h (1,167 to 1,806)"),
@@ -34,3 +35,16 @@ def test_times_have_the_unit_of_a_reader(seconds, text):
 )
 def test_dollars_have_cents_where_they_matter(values, text):
     assert dollars(values) == text
+
+
+def test_small_sizes_keep_their_digits():
+    assert (gb(7.56e5), gb(1.21e8), gb(1.47e9), gb(4.87e12)) == (
+        *("0.756 MB", "0.121 GB", "1.47 GB", "4.87 TB"),
+    )
+    assert (gib(30 * 2**20), gib(9.3 * 2**30)) == ("30.0 MiB", "9.3 GiB")
+
+
+def test_figures_of_a_machine_have_units():
+    assert quantity("memory_bandwidth", 3.35e12) == "3.35 TB/s"
+    assert quantity("link_latency", 5e-6) == "5 us"
+    assert quantity("tdp", 700.0) == "700 W" and quantity("usable_memory_frac", 0.92) == "0.92"

@@ -48,6 +48,7 @@ def test_a_training_configuration_is_no_server(tmp_path, capsys):
     [
         (("--base-bits", "4"), "frozen weights"),
         (("--expert-imbalance", "2"), "has no experts"),
+        (("--software", "foo"), "megatron"),
     ],
 )
 def test_what_is_asked_of_a_part_that_the_job_lacks_is_refused(capsys, words, says):
@@ -107,3 +108,12 @@ def test_short_steps_of_rl_are_told_in_units(capsys):
     assert json.loads(capsys.readouterr().out)["kind"] == "plan-rl"
     assert plan("qwen3-8b", "--rl", WORK.replace("500", "5000"), "--on", "8xh100") == 0
     assert "e+0" not in capsys.readouterr().out
+
+
+def test_counts_of_very_large_clusters_are_read_at_a_glance(capsys):
+    assert plan("qwen3-8b", "--serve", "--on", "100000xh100", "--rate", "90000") == 0
+    text = capsys.readouterr().out
+    assert " engines of" in text and "90,000 a second" in text
+    assert not any(word.isdecimal() and len(word) > 3 for word in text.split())
+    assert plan("qwen3-8b", "--serve", "--on", "7xh100", "--rate", "1", "--ttft", "1 s") == 0
+    assert "1 devices" not in capsys.readouterr().out

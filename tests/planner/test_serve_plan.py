@@ -13,6 +13,7 @@ from phalanx.cli.app import run
 from phalanx.errors import JobError
 from phalanx.hardware import parse_cluster
 from phalanx.models.known import known_shape
+from phalanx.planner import serve_played
 from phalanx.planner.clusters import asked_clusters
 from phalanx.planner.serve_nearest import nearest_that_serve
 from phalanx.planner.serve_plan import ServeQuestion, serve_answer
@@ -175,3 +176,30 @@ def test_what_does_not_fit_exits_one_with_the_nearest_that_does(capsys):
 def test_words_that_mean_nothing_are_one_line_and_exit_two(arguments, capsys):
     assert run(["plan", "llama-3.1-8b", "--on", "1xh100", *arguments]) == 2
     assert len(capsys.readouterr().err.strip().splitlines()) <= 3
+
+
+def test_a_division_of_very_many_engines_is_as_good_as_one_of_few():
+    question = ServeQuestion(prompt_tokens=1024, output_tokens=256, ttft_s=1.0)
+
+    def each_per_s(devices):
+        split = ask(LLAMA_8B, f"{devices}xh100", question, plays=False).split
+        return split.most_per_s / devices
+
+    assert each_per_s(50_000) == pytest.approx(each_per_s(64), rel=0.1)
+
+
+def test_engines_that_were_played_on_one_cluster_are_not_played_again_on_a_larger(monkeypatch):
+    calls = []
+    real = serve_played.play_requests
+    monkeypatch.setattr(
+        serve_played, "play_requests", lambda *a, **k: calls.append(1) or real(*a, **k)
+    )
+    monkeypatch.setattr(serve_played, "_played", type(serve_played._played)())
+    question = ServeQuestion(prompt_tokens=64, output_tokens=8, ttft_s=1.0)
+    small = ask(LLAMA_8B, "2xh100", question, plays=True)
+    played = len(calls)
+    assert played > 1
+    large = ask(LLAMA_8B, "8xh100", question, plays=True)
+    assert large.best.replicas == 4 * small.best.replicas and len(calls) == played
+    assert large.kept_per_s == 4 * small.kept_per_s
+    assert large.played.percentiles("ttft_s") == small.played.percentiles("ttft_s")
