@@ -87,7 +87,7 @@ _SPREADS = {
     "stall_s": Spread(0.3, 3.0),
     "micro_s": Spread(1.0, 1.0),
     "step_s": Spread(1.0, 1.0),
-    "pace": Spread(0.0, 0.1, 0.06, 0.1, 0.08, 0.08),
+    "pace": Spread(**training_efficiency.PACE_SPREADS),
 }
 # where a family is known to differ, what its factor is thought to be before any row is seen
 _ASSUMED = {("stall_s", "nanotron"): 2.0, ("crowding", "nanotron"): 5.0}

@@ -14,11 +14,13 @@ that an accelerator that nobody measured takes what its generation and its softw
 from __future__ import annotations
 
 import json
+import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from importlib.resources import files
+from statistics import NormalDist
 from typing import Any
 
 from phalanx.cost.training_plans import TrainingPlans
@@ -37,6 +39,12 @@ _SAME_AS = {
     **dict.fromkeys(("jax", "levanter", "t5x"), "maxtext"),
     "llm-foundry": "composer",
 }
+# standard deviation of the logarithm of `pace` at each level, as fits assume it before any row
+PACE_SPREADS: Mapping[str, float] = {
+    **{"family": 0.1, "software": 0.06},
+    **{"generation": 0.1, "accelerator": 0.08, "precision": 0.08},
+}
+_NORMAL_95 = NormalDist().inv_cdf(0.95)
 _UNFUSED = ("megatron-2022", "megatron-deepspeed")
 _FUSED_ATTENTION = 23.0  # year of release from which Megatron keeps scores on chip
 
@@ -136,7 +144,7 @@ class FoundEfficiency:
 
     Attributes:
         efficiency: the numbers.
-        low, high: bounds of the 90 % bar over the expected step.
+        low, high: bounds of the 90 % bar over the expected step, `widened` for absent levels.
         bar: the class of rows whose cross-validated errors the bar is.
         levels: that the numbers come from.
         absent: levels that no published row belongs to.
@@ -154,7 +162,7 @@ class FoundEfficiency:
         known = ", ".join(f"{each.key} ({each.num_rows} rows)" for each in self.levels)
         text = f"efficiencies fitted to published rows: {known}"
         if self.absent:
-            text += f"; no rows of {', '.join(self.absent)}"
+            text += f"; no rows of {', '.join(self.absent)}, for which the bar is widened"
         return f"{text}; 90 % bar of {self.bar}, cross-validated"
 
 
@@ -206,16 +214,34 @@ def efficiency_of(machine: Machine, plans: TrainingPlans, has_experts: bool) -> 
     for level, key in level_keys(machine, plans.precision, plans.software).items():
         entry = _entry(table, level, key)
         if entry is None:
-            absent.append(key)
+            absent.append((level, key))
             continue
         found.append(entry)
         for name, factor in entry.factors.items():
             numbers[name] = moved(name, numbers[name], factor)
     kind = kind_of(plans.method, has_experts)
     bar = next(name for name in _bar_names(plans.software, kind) if name in table["bars"])
-    low, high = table["bars"][bar]["low"], table["bars"][bar]["high"]
-    levels, gone = tuple(found), tuple(absent)
+    low, high = widened(
+        table["bars"][bar]["low"], table["bars"][bar]["high"], [level for level, _ in absent]
+    )
+    levels, gone = tuple(found), tuple(key for _, key in absent)
     return FoundEfficiency(StepEfficiency(**numbers), low, high, bar, levels, gone)
+
+
+def widened(low: float, high: float, absent: Sequence[str]) -> tuple[float, float]:
+    """The bar of a plan some of whose levels have no rows: what those may add is added to it.
+
+    Args:
+        low, high: the 90 % bar where all levels have rows, over the expected step.
+        absent: levels without rows; each moves `pace` by `PACE_SPREADS`, independently.
+    """
+    if not absent:
+        return low, high
+    more = _NORMAL_95 * math.hypot(*(PACE_SPREADS[level] for level in absent))
+    return (
+        math.exp(-math.hypot(math.log(min(low, 1.0)), more)),
+        math.exp(math.hypot(math.log(max(high, 1.0)), more)),
+    )
 
 
 def _bar_names(software: str, kind: str) -> Iterator[str]:

@@ -30,6 +30,6 @@ WEAK: Sequence[str] = (
     "Rows that print TFLOP/s alone are not compared, because conventions of counting differ. Where "
     "the convention is known, rows of Megatron that were never fitted come out 4 to 15 % slow.",
     "Accelerators without a row in the tables take the efficiencies of their generation, or of "
-    "all. Of serving their bars are wider, by what fits were off that had left an accelerator or a "
-    "release out; of training they are those of the software's other rows, which says too little.",
+    "all. Their bars are wider: of serving by what fits were off that had left an accelerator or a "
+    "release out, of training by an assumed spread between accelerators, which nobody has checked.",
 )

@@ -1,6 +1,7 @@
 """The table of efficiencies: what it falls back to, and that its numbers mean something."""
 
 import json
+import math
 from dataclasses import asdict
 from importlib.resources import files
 
@@ -14,6 +15,7 @@ from phalanx.cost.training_efficiency import (
     efficiency_of,
     family_of,
     moved,
+    widened,
 )
 from phalanx.cost.training_plans import TrainingPlans
 from phalanx.hardware import machine_names, read_machine
@@ -73,6 +75,29 @@ def test_an_accelerator_without_rows_takes_its_generation():
     assert names[0] in lent.absent
     assert "Hopper" in [level.key for level in lent.levels]
     assert names[0] in lent.describe()
+
+
+def test_a_bar_widens_with_each_level_that_has_no_rows():
+    assert widened(0.9, 1.2, []) == (0.9, 1.2)
+    one = widened(0.9, 1.2, ["accelerator"])
+    two = widened(0.9, 1.2, ["accelerator", "precision"])
+    assert two[0] < one[0] < 0.9 and two[1] > one[1] > 1.2
+    # two independent errors of which nine of ten lie in +-9 % and in +-13.2 % (0.08 x 1.645)
+    assert math.log(widened(1 / 1.09, 1.09, ["accelerator"])[1]) == pytest.approx(
+        math.hypot(math.log(1.09), 0.08 * 1.645), rel=1e-3
+    )
+
+
+def test_an_accelerator_that_nobody_measured_has_a_wider_bar_than_its_siblings():
+    missing = [
+        name
+        for name in machine_names()
+        if name not in TABLE_CONTENT["levels"]["accelerator"]
+        and read_machine(name).generation == "Hopper"
+    ]
+    sibling, lent = found("h100"), found(missing[0])
+    assert sibling.bar == lent.bar
+    assert lent.low < sibling.low and lent.high > sibling.high
 
 
 def test_description_says_how_many_rows_and_what_the_bar_is():
