@@ -8,6 +8,7 @@ import os
 # Threads that spin at barriers make tests ten times slower where other programs have the cores.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+import pytest
 from hypothesis import settings
 
 from tests.ranks import close_pool
@@ -16,11 +17,21 @@ from tests.ranks import close_pool
 # for new ones (HYPOTHESIS_PROFILE=search). Deadlines would measure the machine.
 settings.register_profile("same", derandomize=True, deadline=None)
 settings.register_profile("search", max_examples=500, deadline=None, print_blob=True)
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
-
+PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "same")
+settings.load_profile(PROFILE)
 
 # Collecting makes a million objects that all live to the end: looked at once, not in every test.
 gc.disable()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A search draws five times the examples where a test says how many, too."""
+    if PROFILE != "search":
+        return
+    own = "_hypothesis_internal_use_settings"
+    for test in {item.obj for item in items if hasattr(item.obj, own)}:
+        asked = getattr(test, own)
+        setattr(test, own, settings(asked, max_examples=5 * asked.max_examples))
 
 
 def pytest_collection_finish() -> None:

@@ -164,7 +164,7 @@ def test_an_answer_may_be_as_long_as_the_context_has_room(folder):
         chat(served, max_tokens=99)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     reply=st.text(max_size=20) | st.text("ab\u20ac", max_size=30),
     stop=st.none() | st.text("ab\u20ac", min_size=1, max_size=3),

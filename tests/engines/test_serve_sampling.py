@@ -88,7 +88,7 @@ def test_top_p_keeps_the_smallest_sufficient_set():
 
 
 def test_a_flat_distribution_needs_more_candidates_than_the_first_ones():
-    size, num = 3000, 600
+    size, num = 3000, 300
     logits = torch.zeros(size)
     logits[7] = 0.1
     for options, most in (({"top_p": 0.9}, 2700), ({"top_k": 500}, 500), ({"min_p": 0.5}, size)):
@@ -97,10 +97,10 @@ def test_a_flat_distribution_needs_more_candidates_than_the_first_ones():
         tokens = {token for token, _ in chosen}
         assert max(tokens) < most + 2  # equal ones: the lowest ids are inside
         expected = most * (1 - (1 - 1 / most) ** num)
-        assert abs(len(tokens) - expected) < 40
+        assert abs(len(tokens) - expected) < 30
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=100, deadline=None, derandomize=True)
 @given(
     logits=st.lists(logit, min_size=2, max_size=150),
     temperature=st.floats(0.3, 3),
