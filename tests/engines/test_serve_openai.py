@@ -42,7 +42,7 @@ _EXTRA = ("min_tokens", "include_stop_str_in_output", "skip_special_tokens", "pr
 _EXTRA += ("truncate_prompt_tokens", "return_token_ids", "add_special_tokens", "top_k")
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     reply=st.text(max_size=30) | st.text("ab\u20ac", max_size=30),
     stops=st.lists(st.text("ab\u20ac", min_size=1, max_size=3), max_size=2),

@@ -153,6 +153,7 @@ def test_the_same_gather_tells_who_is_slow():
     assert later["rank_s"] == [0.0] * 3 and later["slow"] == []
 
 
+@pytest.mark.dist
 def test_a_single_process_has_nothing_to_compare(tmp_path):
     assert run_ranks(check_alone, 1) == [{"slow": [], "text": ""}]
 

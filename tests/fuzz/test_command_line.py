@@ -80,7 +80,7 @@ def test_the_valid_job_is_planned(job_file):
     assert "fits" in require_clear(["plan", str(job_file)], codes=(0,))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(table=near_tables(VALID, small_values))
 @example(table=VALID | {"plan": VALID["plan"] | {"mesh": {"pp": "2", "shard": 2}}})
 @example(table=VALID | {"plan": VALID["plan"] | {"mesh": {"pp": 4.0}}})
@@ -96,7 +96,7 @@ def test_near_misses_of_a_job_are_planned_or_refused(job_file, table: dict[str, 
     assert not said or json.loads(said)["kind"] == "plan"
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(table=near_tables(VALID))
 @example(table=VALID | {"model": {"name": "toy"}, "plan": {"mesh": {"two\nlines": 1}}})
 def test_any_job_is_shown_or_refused(job_file, table: dict[str, Any]):
@@ -115,7 +115,7 @@ flags = st.one_of(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(verb=st.sampled_from(["plan", "simulate", "job", "systems", "policies"]), words=st.data())
 def test_any_words_are_understood_or_refused(job_file, verb: str, words: st.DataObject):
     job_file.write_text(to_toml(VALID))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
+from hypothesis import given, settings
 from torch import Tensor, nn
 
 from phalanx.errors import PlanError, WorldError
@@ -35,6 +35,7 @@ FSDP_ONLY = ("UNSHARD", "RESHARD", "REDUCE_GRAD")
 # ---- lowering, without processes ---------------------------------------------------------------
 
 
+@settings(max_examples=40)
 @given(orders())
 def test_transfers_stand_where_torch_puts_them(drawn: Drawn):
     lists, placement, num_items = drawn
@@ -49,6 +50,7 @@ def test_transfers_stand_where_torch_puts_them(drawn: Drawn):
         assert ours[-1] == "O"
 
 
+@settings(max_examples=40)
 @given(orders())
 def test_fsdp_actions_enclose_the_computes_of_a_stage(drawn: Drawn):
     lists, placement, num_items = drawn

@@ -202,7 +202,7 @@ REQUESTS = st.lists(
     more_tokens=st.integers(0, 30),
     chunk=st.integers(0, 5),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_every_request_ends_and_nothing_leaks(shapes, num_blocks, max_running, more_tokens, chunk):
     # SimEngine refuses plans over the budget, without room, or with a wrong cache length
     requests = [
