@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -233,12 +232,7 @@ def _weak() -> Iterator[str]:
 
 
 def _unpriced(found: Validation) -> Iterator[str]:
-    reasons: Counter[str] = Counter()
-    for score in found.sources:
-        for reason, count in score.reasons.items():
-            head, _, items = reason.partition("insufficient input: ")
-            for each in items.split("; ") if items else [head]:
-                reasons[each] += count
+    reasons = found.reasons()
     if not reasons:
         return
     yield "## Rows that were not priced"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
@@ -128,6 +129,16 @@ class Validation:
     def predicted(self) -> int:
         """Rows that were priced."""
         return sum(score.predicted for score in self.sources)
+
+    def reasons(self) -> Counter[str]:
+        """Why rows were not priced, with their number; a row may lack several things."""
+        found: Counter[str] = Counter()
+        for score in self.sources:
+            for reason, count in score.reasons.items():
+                head, _, items = reason.partition("insufficient input: ")
+                for each in items.split("; ") if items else [head]:
+                    found[each] += count
+        return found
 
     def to_dict(self) -> dict[str, Any]:
         """Everything but the points, in forms that JSON has; NaN becomes null."""
