@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from phalanx.errors import JobError
 from phalanx.mesh import Mesh
 from phalanx.trace import Trace
+from phalanx.units import format_s
 
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 # Okabe and Ito's colours, which people with any kind of colour vision can tell apart
@@ -66,7 +67,7 @@ def _of_rank(trace: Trace, place: int, rank: int) -> Iterator[PassSpan]:
     yield from found.values()
 
 
-def timeline_text(spans: Sequence[PassSpan], width: int = 96, most_places: int = 16) -> str:
+def timeline_text(spans: Sequence[PassSpan], width: int = 91, most_places: int = 16) -> str:
     """The step in `width` equal moments, a line per place, as many as fit.
 
     A digit is the forward pass of a micro-batch (its last digit), a letter a backward pass (a: 0,
@@ -87,8 +88,8 @@ def timeline_text(spans: Sequence[PassSpan], width: int = 96, most_places: int =
         lines.append(f"rank {place:<3} {''.join(cells)}")
     if len(places) > most_places:
         lines.append(f"({len(places) - most_places} more ranks not shown)")
-    legend = "0-9 forward, a-z backward, O optimizer, . waiting"
-    return "\n".join([*lines, f"         0 s to {end_s:.4g} s: {legend}"])
+    legend = "0-9 forward, a-z backward of a micro-batch, O optimizer, . waiting"
+    return "\n".join([*lines, f"         0 s to {format_s(end_s)}: {legend}"])
 
 
 def _sign(span: PassSpan) -> str:

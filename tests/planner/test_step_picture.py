@@ -74,4 +74,6 @@ def test_the_verb_prints_the_timeline_and_writes_the_picture(tmp_path, capsys):
     assert run(["simulate", "examples/toy-4d.toml", *arguments]) == 0
     shown = capsys.readouterr().out
     assert "0-9 forward, a-z backward" in shown and "rank 1   ." in shown
+    timeline = [line for line in shown.splitlines() if line.startswith(("rank ", "         0 s"))]
+    assert timeline and max(map(len, timeline)) <= 100
     assert path.stat().st_size > 1000
