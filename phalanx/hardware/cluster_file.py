@@ -4,7 +4,7 @@ A cluster file has groups of devices and links between their sites:
 
     [[groups]]
     site = "paris"
-    machine = "h100"            # a name, or the path of a machine file
+    machine = "h100"            # a name, or a machine file, beside this one
     devices = 64
     devices_per_node = 8        # optional: devices that share the fast links (72 of an NVL72)
     network_bandwidth = "400 Gbit/s"  # optional, of one device
@@ -105,7 +105,10 @@ def _of_file(table: dict[str, Any], path: Path) -> Cluster | MixedCluster:
     file: _File = read_record(_File, table, f"{path.name}: ")
     if not file.groups:
         raise JobError("job/bad-value", f"{path.name}: groups", "[]", "must have a group")
-    parts = [_part(group, f"{path.name}: groups[{at}]") for at, group in enumerate(file.groups)]
+    parts = [
+        _part(group, path.parent, f"{path.name}: groups[{at}]")
+        for at, group in enumerate(file.groups)
+    ]
     sites = tuple(group.site for group in file.groups)
     _require_size(parts, f"{path.name}: groups")
     seen: set[tuple[str, str]] = set()
@@ -120,8 +123,9 @@ def _of_file(table: dict[str, Any], path: Path) -> Cluster | MixedCluster:
     return MixedCluster(tuple(parts), sites, links, name=path.stem)
 
 
-def _part(group: _Group, where: str) -> Cluster:
-    machine = read_machine(group.machine)
+def _part(group: _Group, folder: Path, where: str) -> Cluster:
+    is_file = group.machine.endswith(".toml")
+    machine = read_machine(str(folder / group.machine) if is_file else group.machine)
     changes: dict[str, Any] = {}
     node = group.devices_per_node
     if node:

@@ -102,6 +102,12 @@ def test_a_file_may_have_any_name(folder):
     assert read_cluster(f"8x{path}").num_devices == 8
 
 
+def test_a_machine_file_is_looked_for_beside_the_cluster_file(folder):
+    (folder / "own.toml").write_text(machine_toml(read_machine("h20")))
+    found = read_cluster(write(folder, '[[groups]]\nmachine = "own.toml"\ndevices = 8\n'))
+    assert found.machine.memory == read_machine("h20").memory
+
+
 @pytest.mark.parametrize(
     ("old", "new", "says"),
     [
