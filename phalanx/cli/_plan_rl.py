@@ -39,7 +39,6 @@ def plan_rl(
         JobError: from `rl_asked`, `asked_clusters`, `priced_model`.
     """
     from phalanx.cli._plan_ask import Asked
-    from phalanx.cost.model_shape import shape_of
     from phalanx.planner.clusters import asked_clusters
     from phalanx.planner.models import priced_model
     from phalanx.planner.rl_plan import rl_answer
@@ -50,8 +49,7 @@ def plan_rl(
     asked, clusters = rl_asked(",".join([rl, *given])), asked_clusters(on or job.plan.on)
     precision = words.get("precision") or "bf16"
     model = priced_model(job)
-    shape = shape_of(model.config) if model.config is not None else model.shape
-    assert shape is not None
+    shape = model.sizes
     answers = [rl_answer(shape, asked, each, precision=precision) for each in clusters]
 
     def show() -> None:

@@ -14,9 +14,7 @@ from phalanx.cli._plan_file import file_table, show_file
 from phalanx.cli.job import resolve
 from phalanx.cli.output import emit, paragraph, table, versioned, write
 from phalanx.cost.bars import Bar
-from phalanx.cost.model_shape import ModelShape, shape_of
 from phalanx.errors import JobError
-from phalanx.job import Job
 from phalanx.planner.clusters import asked_clusters
 from phalanx.planner.emitters import Site
 from phalanx.planner.importers import ForeignPlan
@@ -67,7 +65,7 @@ def plan_serving(
     job = resolve("", model or (given.model or "" if given else ""), "", arguments)
     own = {"precision": words["precision"] or weight_precision(given)} if given else {}
     question = _question({**words, **own})
-    shape = _shape(job)
+    shape = priced_model(job).sizes
     asked = asked_clusters(on or job.plan.on)
     answers = [serve_answer(shape, each, question) for each in asked]
     servers = [
@@ -160,14 +158,6 @@ def _show_given(cluster: str, server: GivenServer) -> None:
 def _given_table(server: GivenServer) -> dict[str, Any]:
     priced = _to_dict(server.answer) if server.answer else None
     return {"answer": priced, "changes": server.changes, "not_priced": server.unpriced}
-
-
-def _shape(job: Job) -> ModelShape:
-    model = priced_model(job)
-    if model.shape is not None:
-        return model.shape
-    assert model.config is not None
-    return shape_of(model.config, model.name)
 
 
 def _question(words: Mapping[str, str]) -> ServeQuestion:

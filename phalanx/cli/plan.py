@@ -70,10 +70,7 @@ def plan(
     """
     serving = {"prompt": prompt, "answer": answer, "rate": rate, "trace": requests,
                "ttft": ttft, "tpot": tpot}  # fmt: skip
-    server = _server_of(foreign_file)
-    if serve and foreign_file and server is None:
-        rule = "configures training; --serve reads a script with `vllm serve`"
-        raise JobError("job/bad-value", "--from", foreign_file, rule)
+    server = _server_of(foreign_file, must_serve=serve)
     if serve or server:
         _refuse_others(context, "--serve" if serve else f"the server of {foreign_file}", _OF_SERVE)
         from phalanx.cli._plan_serve import plan_serving
@@ -89,10 +86,7 @@ def plan(
         words = {"precision": precision, "prompt": prompt, "answer": answer}
         plan_rl(target or model, on, rl, words, context.args, explain, json_file)
         return
-    for name, given in serving.items():
-        if given:
-            at = "--serve and --rl" if name in ("prompt", "answer") else "--serve"
-            raise JobError("job/syntax", f"--{name}", given, f"is an option of {at}")
+    _refuse_serving(serving)
     from phalanx.cli._plan_ask import Asked
     from phalanx.planner.price import is_simulated
 
@@ -129,13 +123,28 @@ def _refuse_others(context: typer.Context, question: str, read: frozenset[str]) 
             raise JobError("job/syntax", flag, shown, f"means nothing beside {question}")
 
 
-def _server_of(path: str) -> ForeignPlan | None:
-    """The plan of a file that starts a server; None for one that trains, and for none."""
+def _refuse_serving(words: dict[str, str]) -> None:
+    """Refuse options of a server where training is planned."""
+    for name, given in words.items():
+        if given:
+            at = "--serve and --rl" if name in ("prompt", "answer") else "--serve"
+            raise JobError("job/syntax", f"--{name}", given, f"is an option of {at}")
+
+
+def _server_of(path: str, *, must_serve: bool) -> ForeignPlan | None:
+    """The plan of a file that starts a server; None for one that trains, and for none.
+
+    Raises:
+        JobError: from `read_foreign`; `job/bad-value` for one that trains where a server must be.
+    """
     if not path:
         return None
     from phalanx.planner.importers import read_foreign
 
     foreign = read_foreign(path)
+    if must_serve and foreign.role != "serve":
+        rule = "configures training; --serve reads a script with `vllm serve`"
+        raise JobError("job/bad-value", "--from", path, rule)
     return foreign if foreign.role == "serve" else None
 
 

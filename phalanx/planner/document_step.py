@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from phalanx.cost.model_shape import ModelShape, shape_of
 from phalanx.cost.training_plans import RECOMPUTE, SCHEDULES, TrainingPlans
 from phalanx.errors import JobError, shown
 from phalanx.hardware import Cluster, parse_cluster
@@ -111,19 +110,11 @@ def simulate_documents(job: Job, documents: Documents, on: str = "") -> Simulate
         rule = "needs a line per data rank, each with a micro-batch at least"
         raise JobError("job/bad-value", "documents", len(documents), rule)
     plan = _plan(job, cluster, documents)
-    shape = _shape(job)
+    shape = priced_model(job).sizes
     step = play_documents(shape, plan, cluster.machine, documents)
     report = Report(f"{job.name} on {cluster}, documents of {len(documents)} data ranks")
     _add_rows(report, step, documents, cluster)
     return SimulatedDocuments(report, step, job.name)
-
-
-def _shape(job: Job) -> ModelShape:
-    model = priced_model(job)
-    if model.shape is not None:
-        return model.shape
-    assert model.config is not None
-    return shape_of(model.config, model.name)
 
 
 def _plan(job: Job, cluster: Cluster, documents: Documents) -> TrainingPlans:

@@ -6,7 +6,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from phalanx.cost.model_shape import ModelShape
+from phalanx.cost.model_shape import ModelShape, shape_of
 from phalanx.errors import JobError, PhalanxError
 from phalanx.job import Job
 from phalanx.models.config import DecoderConfig, parse_config
@@ -35,6 +35,14 @@ class PricedModel:
     source: str
     tokenizer_folder: Path | None = None
     most_tokens: int = 0
+
+    @property
+    def sizes(self) -> ModelShape:
+        """For prices, whichever of the two is known."""
+        if self.shape is not None:
+            return self.shape
+        assert self.config is not None
+        return shape_of(self.config, self.name)
 
 
 def priced_model(job: Job) -> PricedModel:

@@ -22,7 +22,6 @@ from phalanx.planner.refined import PLAYED, refine
 from phalanx.planner.sized import SizedPlans, limit_of, sized_plans
 from phalanx.planner.training import Training
 
-OBJECTIVES = ("time", "cost", "memory")
 # a plan whose memory may not suffice is taken where all others take more than twice its time
 TIGHT_COSTS = 2.0
 NUM_PLAYED = 8  # pipelines

@@ -87,11 +87,6 @@ class Engines:
         """What most of a decoding step is spent on."""
         return max(self.parts, key=lambda name: self.parts[name])
 
-    @property
-    def of_knee(self) -> float:
-        """Load over what can be served at all."""
-        return self.loaded / self.knee_per_s
-
 
 @dataclass(frozen=True, kw_only=True)
 class ServeAnswer:
