@@ -31,6 +31,7 @@ Devices = Annotated[
 ]
 Rows = Annotated[str, typer.Option(metavar="FILE", help="Write every comparison as CSV.")]
 Gate = Annotated[bool, typer.Option("--gate", help="Exit 1 when a target is missed.")]
+_MOST_REASONS = 5
 
 
 def register(app: typer.Typer) -> None:
@@ -199,6 +200,8 @@ def _show(found: Validation, is_seen: bool) -> None:
         f"{found.rows:,} rows; {found.complete:,} with the minimum inputs, of which "
         f"{found.predicted:,} were priced"
     )
+    for reason, count in found.reasons().most_common(_MOST_REASONS):
+        paragraph(f"not priced: {reason} ({count:,} rows)", indent=2, hang=2)
     if is_seen:
         unseen = [
             f"{QUANTITY_NAMES.get(score.name, score.name)} {percent(score.figures['median'])}"

@@ -107,6 +107,14 @@ class Machine:
     spot_price: Figure | None = None
 
     @property
+    def devices_per_host(self) -> int:
+        """Devices of one host: its domain of fast links, 4 where a domain is a rack or a torus, 8
+        behind PCIe alone (what providers rent out; assumptions)."""
+        if self.devices_per_domain == 1:
+            return 8
+        return self.devices_per_domain if self.devices_per_domain <= 16 else 4
+
+    @property
     def usable_bytes(self) -> float:
         """Memory of a device that tensors may fill."""
         return self.memory.value * self.usable_memory_frac.value

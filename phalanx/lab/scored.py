@@ -137,7 +137,7 @@ class Validation:
             for reason, count in score.reasons.items():
                 head, _, items = reason.partition("insufficient input: ")
                 for each in items.split("; ") if items else [head]:
-                    found[each] += count
+                    found[f"without {each}" if items else each] += count
         return found
 
     def to_dict(self) -> dict[str, Any]:

@@ -152,7 +152,7 @@ def _emitted(priced: PricedJob, chosen: Answer, plan: PricedPlan, target: str) -
         base_bits=training.base_bits,
         precision=training.precision,
     )
-    per_node = min(cluster.num_devices, cluster.machine.devices_per_domain, 8)
+    per_node = min(cluster.num_devices, cluster.machine.devices_per_host)
     site = Site(accelerator=cluster.machine.name.upper(), devices_per_node=per_node)
     length = {"epochs": training.epochs} if training.epochs else {}
     if not length and training.num_steps > 1:

@@ -12,7 +12,6 @@ from phalanx.job import Job
 from phalanx.models.config import DTYPE_BYTES
 from phalanx.models.spec import canonical_tensors, num_params, weight_bytes
 from phalanx.planner.answers import Answer, PricedPlan
-from phalanx.planner.clusters import AskedCluster
 from phalanx.planner.given import Given
 from phalanx.planner.largest import Largest
 from phalanx.planner.models import PricedModel
@@ -108,7 +107,7 @@ class PricedJob:
         else:
             largest = 2 * shape.vocab * shape.hidden
         cluster = each.asked.cluster
-        return float(largest * min(cluster.num_devices, _devices_of_host(each.asked)))
+        return float(largest * min(cluster.num_devices, cluster.machine.devices_per_host))
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -146,8 +145,3 @@ class PricedJob:
             "given": [each.to_dict() for each in self.given],
             "notes": list(self.notes),
         }
-
-
-def _devices_of_host(asked: AskedCluster) -> int:
-    """Devices that share a host: a scale-up domain, at most 8 of them."""
-    return min(8, asked.cluster.machine.devices_per_domain)

@@ -173,3 +173,8 @@ def test_the_page_of_machines_counts_them_and_where_their_figures_come_from():
     shown = sum(machine.memory.kind == "measured" for machine in machines)
     assert f"showed for {shown}; else nominal" in page
     assert f"{sum(not machine.price for machine in machines)} have no public price" in page
+
+
+@pytest.mark.parametrize(("name", "devices"), [("h100", 8), ("l40s", 8), ("gb200", 4), ("v5p", 4)])
+def test_a_host_is_what_providers_rent_out(name, devices):
+    assert read_machine(name).devices_per_host == devices
