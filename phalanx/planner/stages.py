@@ -28,7 +28,7 @@ from phalanx.models.config import DecoderConfig
 from phalanx.report import Report
 
 READ_BYTES_PER_S = WRITE_BYTES_PER_S = 1e9  # assumption: a warm page cache, a local SSD
-FLOAT32 = 4.0  # assumption: a float32 product takes so many times that of bfloat16
+FLOAT32 = 2.0  # rows of a prompt are few, so products wait for weights, which are twice the bytes
 _NOTE = "stages: {stages}; disks at 1 GB/s are an assumption, the rest from measured rates"
 
 
