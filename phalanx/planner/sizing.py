@@ -66,7 +66,7 @@ def four_axes(shape: ModelShape, cluster: Cluster, *, step_tokens: int, seq_toke
         rule = f"holds no sequence of {seq_tokens:,} tokens"
         raise PlanError("plan/illegal", "step_tokens", step_tokens, rule, legal=[seq_tokens])
     least = _power_of_two(devices / num_seqs)
-    tensor = min(least, _power_of_two(machine.devices_per_domain))
+    tensor = min(least, 2 ** (machine.devices_per_domain.bit_length() - 1))  # t <= U
     context = max(1, least // tensor)
     reasons = [
         f"t c >= G / B = {devices:,} / {num_seqs:,} = {devices / num_seqs:g}, with t <= "

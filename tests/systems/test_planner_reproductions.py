@@ -55,6 +55,11 @@ def test_axes_multiply_to_the_devices_and_every_data_rank_feeds_its_pipeline():
         assert len(found.reasons) == 4
 
 
+def test_a_tensor_group_stays_in_a_domain_that_is_no_power_of_two():
+    found = sized(131_072, cluster="16384xgb200")
+    assert (found.tensor, found.context) == (64, 2)
+
+
 def test_a_step_without_a_sequence_and_a_model_that_no_pipeline_holds_are_refused():
     with pytest.raises(PlanError, match="no sequence"):
         sized(8192, step_tokens=4096)
