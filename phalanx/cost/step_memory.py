@@ -19,9 +19,8 @@ Source: torch/distributed/fsdp/_fully_shard of PyTorch 2.13 (`post_backward`, `f
 gradients in the reduction's dtype wait, one copy is reduced at a time), `engines.unit_sum`,
 `ops.loss`; when a tied matrix's gradients are added: torch/csrc/autograd/input_buffer.cpp.
 Differences and limits: blocks of 2 MiB and more go back to the system when they are freed
-(`engines.memory.return_large_blocks`), smaller ones are assumed to be used again. Holes that these
-leave in the heap are not counted: 1 to 4 % of a rank with FSDP and replicas, 10 % of a small model
-under tensor parallelism, whose layers' weights are all that small.
+(`engines.memory.return_large_blocks`), what smaller ones leave behind after every micro-batch
+(`return_free_memory`). Holes in the heap within a micro-batch are not counted.
 """
 
 from __future__ import annotations

@@ -64,9 +64,22 @@ def return_large_blocks() -> None:
 
     Source: mallopt(3), M_MMAP_THRESHOLD; other C libraries are left as they are.
     """
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "mallopt"):
-        libc.mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
+    mallopt = _libc_function("mallopt")
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
+
+
+def return_free_memory() -> None:
+    """What freed small blocks left behind goes back to the system; some milliseconds.
+
+    Rows of different lengths leave holes of different sizes in the heap, which grew over the first
+    steps to 300 MB of a process (docs/performance.md).
+
+    Source: malloc_trim(3); other C libraries are left as they are.
+    """
+    trim = _libc_function("malloc_trim")
+    if trim is not None:
+        trim(0)
 
 
 def _fields(name: str) -> dict[str, int]:
@@ -89,17 +102,15 @@ class _MallInfo(ctypes.Structure):
 
 
 @cache
-def _mallinfo():
-    libc = ctypes.CDLL(None)
-    if not hasattr(libc, "mallinfo2"):
-        return None
-    libc.mallinfo2.restype = _MallInfo
-    return libc.mallinfo2
+def _libc_function(name: str):
+    """A function of the C library; None where it has none."""
+    return getattr(ctypes.CDLL(None), name, None)
 
 
 def _allocated() -> tuple[int, int]:
-    info = _mallinfo()
+    info = _libc_function("mallinfo2")
     if info is None:  # another C library: nothing known
         return 0, 0
+    info.restype = _MallInfo
     found = info()
     return found.uordblks + found.hblkhd, found.fordblks

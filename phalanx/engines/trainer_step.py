@@ -16,6 +16,7 @@ from torch import Tensor
 
 from phalanx.data.batches import MicroBatch, StepBatch
 from phalanx.engines.guard import Guard
+from phalanx.engines.memory import return_free_memory
 from phalanx.engines.optim import ShardedAdamW
 from phalanx.engines.trainer_model import TrainModel
 from phalanx.engines.user_loss import LossFunction, user_loss
@@ -99,6 +100,8 @@ class TrainStep:
                 total = total + loss.detach()
             elif work.phase == "B":
                 loss.backward()
+                if self.device.type == "cpu":
+                    return_free_memory()
             else:
                 self.model.finish_step()
                 norm = self.optimizer.norm()

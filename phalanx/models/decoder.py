@@ -7,6 +7,7 @@ embedding.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from phalanx.errors import PlanError
 from phalanx.models.cache import KvCache
 from phalanx.models.decoder_layers import (
+    Attend,
     DecoderLayer,
     Projection,
     RmsNorm,
@@ -31,7 +33,9 @@ __all__ = ["Decoder", "DecoderLayer", "Projection", "RmsNorm", "RowContext", "ro
 class DecoderBody(nn.Module):
     """Embedding, layers, last norm: everything below `model.` in canonical names."""
 
-    def __init__(self, config: DecoderConfig, layers: range, ends: tuple[bool, bool], **factory):
+    def __init__(
+        self, config: DecoderConfig, layers: Sequence[int], ends: tuple[bool, bool], **factory
+    ):
         super().__init__()
         self.config = config
         first, last = ends
@@ -49,13 +53,31 @@ class DecoderBody(nn.Module):
             self.norm = RmsNorm(d, config.norm_eps, offset, **factory)
 
 
+class Part(NamedTuple):
+    """A stretch of a decoder: one stage of a pipeline.
+
+    Attributes:
+        layers: global indices, may be empty.
+        embeds: it begins with the embedding; ends: it closes with the last norm.
+    """
+
+    layers: range
+    embeds: bool
+    ends: bool
+
+    @classmethod
+    def of(cls, config: DecoderConfig, layers: range) -> Part:
+        """These layers, with the embedding before the first and the last norm behind the last."""
+        return cls(layers, layers.start == 0, layers.stop == config.num_layers)
+
+
 class Decoder(nn.Module):
-    """A decoder, or the stage of one that holds `layers`.
+    """A decoder, or what one rank of a pipeline holds of it.
 
     Args:
         config: what to build; weights get `config.dtype`.
         device: "meta" builds shapes only (fill with `load_parameters`).
-        layers: global indices of the layers to hold; None: all.
+        parts: the stages to hold, in model order; None: all of it as one.
 
     Weights are undefined until `parameters.load_parameters` fills them.
 
@@ -69,14 +91,16 @@ class Decoder(nn.Module):
         config: DecoderConfig,
         *,
         device: torch.device | str = "cpu",
-        layers: range | None = None,
+        parts: Sequence[Part] | None = None,
     ) -> None:
         super().__init__()
-        layers = range(config.num_layers) if layers is None else layers
-        _require_computable(config, layers)
+        self.parts = tuple(parts or [Part.of(config, range(config.num_layers))])
+        for part in self.parts:
+            _require_computable(config, part.layers)
         self.config = config
-        self.is_first = layers.start == 0
-        self.is_last = layers.stop == config.num_layers
+        self.is_first = any(part.embeds for part in self.parts)
+        self.is_last = any(part.ends for part in self.parts)
+        layers = [layer for part in self.parts for layer in part.layers]
         dtype = getattr(torch, config.dtype)
         self._embedding_scale = rounded(config.hidden_size**0.5)
         if config.per_layer_embedding is not None:
@@ -96,34 +120,42 @@ class Decoder(nn.Module):
         document_starts: Sequence[int] = (0,),
         caches: Sequence[KvCache] | None = None,
         dropout: DropoutKey | None = None,
+        attend: Attend | None = None,
+        part: Part | None = None,
     ) -> Tensor:
         """Hidden states after the last norm (of an inner stage: after its last layer), [S, D].
 
         Args:
-            rows: token ids [S] on the first stage, hidden states [S, D] on later ones.
+            rows: token ids [S] where the part embeds, hidden states [S, D] where it does not.
             positions_S: position of each row in its document; None: counted from each start, or
                 from the end of each cache.
             document_starts: first row of each document.
             caches: one per document; rows are appended to them. None: training or scoring.
             dropout: what adapters' dropout depends on; needed when they train with dropout.
+            attend: attention where ranks share the row; then `positions_S` are needed.
+            part: the stage to run; None: the only one that it holds.
         """
+        if part is None:
+            assert len(self.parts) == 1, "which of the stages is to run?"
+            part = self.parts[0]
         documents = Documents.from_starts(document_starts, rows.shape[0])
         assert caches is None or len(caches) == len(documents.lengths), "one cache per document"
         if positions_S is None:
             positions_S = self._positions(documents, caches, rows.device)
-        x_SD = self._embed(rows) if self.is_first else rows
+        x_SD = self._embed(rows) if part.embeds else rows
         context = RowContext(
             documents,
             {kind.name: kind_rope(kind, positions_S) for kind in self.config.kinds},
             None if caches is None else tuple(caches),
             dropout,
             None if self.config.per_layer_embedding is None else self._per_layer(rows, x_SD),
+            attend,
         )
-        for layer in self.model.layers.values():
-            x_SD = layer(x_SD, context)
+        for at in part.layers:
+            x_SD = self.model.layers[str(at)](x_SD, context)
         for cache, length in zip(caches or (), documents.lengths):
             cache.commit(length)
-        return self.model.norm(x_SD) if self.is_last else x_SD
+        return self.model.norm(x_SD) if part.ends else x_SD
 
     @property
     def head_weight(self) -> Tensor:

@@ -7,6 +7,8 @@ L layers, P channels of a per-layer embedding.
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -23,6 +25,16 @@ Rope = tuple[Tensor, Tensor]
 KeysValues = list[tuple[Tensor, Tensor]]  # of the packed row, or with caches of each document
 
 
+class Attend(Protocol):
+    """Attention of the rows that a rank holds of a packed row, wherever their keys are."""
+
+    def __call__(
+        self, q_SHC: Tensor, k_SKC: Tensor, v_SKC: Tensor, *, scale: float, window: int | None
+    ) -> Tensor:
+        """Output for each query, [S, H, C]; `scale` and `window` as `ops.attention` has them."""
+        ...
+
+
 class RowContext:
     """What every layer needs to know about the rows of one call.
 
@@ -35,6 +47,7 @@ class RowContext:
         caches: one per document, or None.
         dropout: what adapters' dropout depends on, or None.
         per_layer_SLP: what each layer adds of the per-layer embedding, or None.
+        attend: attention where ranks share a row (context parallelism); None: a rank has all of it.
         shared: layer -> its keys and values, where a later layer uses them too.
     """
 
@@ -45,9 +58,10 @@ class RowContext:
         caches: tuple[KvCache, ...] | None,
         dropout: DropoutKey | None,
         per_layer_SLP: Tensor | None = None,
+        attend: Attend | None = None,
     ) -> None:
         self.documents, self.rope, self.caches, self.dropout = documents, rope, caches, dropout
-        self.per_layer_SLP = per_layer_SLP
+        self.per_layer_SLP, self.attend = per_layer_SLP, attend
         self.shared: dict[int, KeysValues] = {}
 
 
@@ -152,7 +166,9 @@ class Attention(nn.Module):
         q_SHC = _turned(self._heads(self.q_proj, x_SD, context), self.q_norm, rope)
         keys_values = self._keys_values(x_SD, rope, context)
         scale, window = self.scale, self.kind.window
-        if context.caches is None:
+        if context.attend is not None:
+            out_SHC = context.attend(q_SHC, *keys_values[0], scale=scale, window=window)
+        elif context.caches is None:
             k_SKC, v_SKC = keys_values[0]
             out_SHC = packed_attention(q_SHC, k_SKC, v_SKC, documents, scale=scale, window=window)
         else:

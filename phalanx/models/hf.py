@@ -12,7 +12,7 @@ from torch import Tensor
 
 from phalanx.errors import JobError, nearest_names
 from phalanx.models.config import to_huggingface
-from phalanx.models.decoder import Decoder
+from phalanx.models.decoder import Decoder, Part
 from phalanx.models.folders import atomic_folder
 from phalanx.models.parameters import load_sharded
 from phalanx.models.spec import DecoderConfig, canonical_tensors, read_config
@@ -92,7 +92,8 @@ def load_decoder(
     """
     config = read_config(folder)
     weights = model_weights(folder, config)
-    decoder = Decoder(config.with_dtype(dtype or config.dtype), device=device, layers=layers)
+    parts = None if layers is None else [Part.of(config, layers)]
+    decoder = Decoder(config.with_dtype(dtype or config.dtype), device=device, parts=parts)
     load_sharded(decoder, weights)
     return decoder
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from phalanx.errors import JobError
 from phalanx.models.cache import KvCache
-from phalanx.models.decoder import Decoder
+from phalanx.models.decoder import Decoder, Part
 from phalanx.models.parameters import load_parameters
 from phalanx.models.spec import canonical_tensors
 from phalanx.ops.loss import counted_cross_entropy
@@ -132,10 +132,31 @@ def test_cache_dtype_is_independent_of_the_weights():
     assert 1e-5 < error < 2**-5
 
 
+def test_parts_of_one_decoder_run_in_turn_equal_the_whole():
+    whole = random_decoder(CONFIGS["grouped_queries"])
+    config, tokens = whole.config, random_tokens(whole.config, 33)
+    last = config.num_layers
+    parts = [
+        Part(range(1), True, False),
+        Part(range(1, 3), False, False),
+        Part(range(3, last), False, True),
+    ]
+    held = Decoder(config, parts=[parts[0], parts[2]])  # as a rank that a wave passes twice
+    between = Decoder(config, parts=[parts[1]])
+    assert set(held.model.layers) | set(between.model.layers) == set(map(str, range(last)))
+    with torch.no_grad():
+        for each in (held, between):
+            load_parameters(each, whole.state_dict().items(), strict=False)
+        rows = held(tokens, None, (0, 5), part=parts[0])
+        rows = held(between(rows, None, (0, 5)), None, (0, 5), part=parts[2])
+        torch.testing.assert_close(rows, whole(tokens, None, (0, 5)), rtol=0, atol=0)
+
+
 def test_stages_composed_equal_the_whole_decoder():
     whole = random_decoder(CONFIGS["grouped_queries"])
     tokens = random_tokens(whole.config, 33)
-    stages = [Decoder(whole.config, layers=part) for part in (range(1), range(1, 3), range(3, 4))]
+    parts = [Part.of(whole.config, layers) for layers in (range(1), range(1, 3), range(3, 4))]
+    stages = [Decoder(whole.config, parts=[part]) for part in parts]
     rows = tokens
     held = set()
     with torch.no_grad():

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from phalanx.errors import JobError, PlanError
 from phalanx.models.cache import KvCache
 from phalanx.models.config import parse_config, to_huggingface
-from phalanx.models.decoder import Decoder
+from phalanx.models.decoder import Decoder, Part
 from phalanx.models.hf import load_decoder, save_folder
 from phalanx.models.lora import inject, merged_tensors
 from phalanx.models.parameters import initial_values, load_parameters
@@ -202,7 +202,8 @@ def test_sharing_layers_add_nothing_to_the_cache():
 @pytest.mark.parametrize("layers", [range(3), range(1, 6), range(3, 6)])
 def test_stages_that_need_what_others_hold_are_refused(layers):
     with pytest.raises(PlanError, match="stage"):
-        Decoder(tiny_config("gemma4_ple"), layers=layers, device="meta")
+        config = tiny_config("gemma4_ple")
+        Decoder(config, parts=[Part.of(config, layers)], device="meta")
 
 
 def test_stages_of_a_family_with_an_untied_head_compose():
@@ -211,7 +212,7 @@ def test_stages_of_a_family_with_an_untied_head_compose():
     held: set[str] = set()
     with torch.no_grad():
         for part in (range(1), range(1, 3)):
-            stage = Decoder(whole.config, layers=part)
+            stage = Decoder(whole.config, parts=[Part.of(whole.config, part)])
             load_parameters(stage, whole.state_dict().items())
             rows = stage(rows, None, (0, 5))
             assert held.isdisjoint(stage.state_dict())

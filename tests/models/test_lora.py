@@ -197,9 +197,9 @@ def test_dropout_without_its_key_is_refused():
 
 
 def test_stage_gets_only_the_adapters_of_its_layers():
-    from phalanx.models.decoder import Decoder
+    from phalanx.models.decoder import Decoder, Part
 
-    stage = Decoder(CONFIG, device="meta", layers=range(1, 3))
+    stage = Decoder(CONFIG, device="meta", parts=[Part.of(CONFIG, range(1, 3))])
     names = inject(stage, LORA)
     assert len(names) == 2 * 14 and all(".1." in n or ".2." in n for n in names)
     stage.to_empty(device="cpu")
