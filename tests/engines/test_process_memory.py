@@ -25,13 +25,37 @@ for block in blocks:
     libc.free(block)
 print(process_bytes().unused)
 """
+SMALL = """
+import ctypes
+from phalanx.engines.memory import process_bytes, return_free_memory
+
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+before, blocks = process_bytes().rss, []
+for _ in range(2048):
+    blocks.append(libc.malloc(1 << 14))
+    ctypes.memset(blocks[-1], 1, 1 << 14)
+    libc.malloc(64)  # lives on
+for block in blocks:
+    libc.free(block)
+ASK
+print(process_bytes().rss - before)
+"""
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="not glibc")
+def test_small_blocks_that_were_freed_go_back_when_asked():
+    script = SMALL.replace("ASK", "return_free_memory()")
+    kept, returned = _printed(SMALL.replace("ASK", "None")), _printed(script)
+    assert kept > 30 << 20 and returned < kept / 2
 
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="not glibc")
 def test_freed_blocks_leave_no_holes_between_those_that_live_on():
-    def unused(how: str) -> int:
-        command = [sys.executable, "-c", HOLES, how]
-        return int(subprocess.run(command, capture_output=True, check=True, timeout=60).stdout)
+    assert _printed(HOLES, "kept") >= 8 * BLOCK_BYTES
+    assert _printed(HOLES, "returned") < BLOCK_BYTES
 
-    assert unused("kept") >= 8 * BLOCK_BYTES
-    assert unused("returned") < BLOCK_BYTES
+
+def _printed(*arguments: str) -> int:
+    command = [sys.executable, "-c", *arguments]
+    return int(subprocess.run(command, capture_output=True, check=True, timeout=60).stdout)
