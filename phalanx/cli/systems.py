@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
@@ -19,6 +20,7 @@ from phalanx.cli.output import (
     write,
     write_file,
 )
+from phalanx.errors import JobError
 
 if TYPE_CHECKING:
     from phalanx.systems import Published, System
@@ -46,7 +48,6 @@ def list_systems(
 ) -> None:
     """List all systems with their status."""
     from phalanx import systems
-    from phalanx.errors import JobError
     from phalanx.registry import STATUSES
 
     if status and status not in STATUSES:
@@ -100,16 +101,32 @@ def show_system(
     emit(document, json_file, show)
 
 
-def reproduce_system(name: _Name, json_file: JsonFile = "") -> None:
+def reproduce_system(
+    name: _Name,
+    markdown: Annotated[
+        str, typer.Option(metavar="FILE", help="Write the documentation page, too.")
+    ] = "",
+    picture: Annotated[
+        str, typer.Option(metavar="FILE", help="Draw its picture, too: FILE.png or FILE.svg.")
+    ] = "",
+    json_file: JsonFile = "",
+) -> None:
     """Put our numbers beside the published ones.
 
     Exits with 1 when a gated row misses its target.
     """
     from phalanx import systems
 
-    if systems.get(name).has_reproduction:
+    system = systems.get(name)
+    if system.has_reproduction:
         progress(f"reproducing {name}")
     report = systems.reproduce(name)
+    if picture and not systems.draw(name, picture):
+        rule = "this system has no picture"
+        raise JobError("job/bad-value", "--picture", picture, rule)
+    if markdown:
+        beside = os.path.relpath(picture, os.path.dirname(markdown) or ".") if picture else ""
+        write_file(markdown, systems.page(system, report, beside), "--markdown")
     emit(report.to_dict(), json_file, lambda: show_report(report))
     report.require_gates()
 

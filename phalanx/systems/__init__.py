@@ -12,6 +12,7 @@ from pkgutil import iter_modules
 
 from phalanx.errors import JobError, PlanError, nearest_names
 from phalanx.report import Report
+from phalanx.systems._page import page
 from phalanx.systems._published import Published, published, published_report
 from phalanx.systems._system import System
 
@@ -19,8 +20,10 @@ __all__ = [
     "Published",
     "System",
     "all_systems",
+    "draw",
     "get",
     "names",
+    "page",
     "published",
     "published_report",
     "reproduce",
@@ -76,6 +79,15 @@ def reproduce(slug: str) -> Report:
         raise PlanError("system/unreproduced", "systems.reproduce", repr(slug), rule, legal=legal)
     module = import_module(f"phalanx.systems.reproductions.{slug.replace('-', '_')}")
     return module.reproduce()
+
+
+def draw(slug: str, path: str) -> bool:
+    """Draw a system's picture (PNG or SVG); False where it has none."""
+    module = import_module(f"phalanx.systems.reproductions.{slug.replace('-', '_')}")
+    if not hasattr(module, "draw"):
+        return False
+    module.draw(path)
+    return True
 
 
 def to_markdown() -> str:

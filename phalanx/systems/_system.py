@@ -25,6 +25,7 @@ class System:
         builds_on: "family/name" of policies of other systems that it composes.
         modules: files or folders below `phalanx/` that it adds beside policies ("ops/spmm").
         code: reference repository of its authors ("" for none).
+        ran: where its parts have been run, and where not, a sentence each.
     """
 
     slug: str
@@ -35,6 +36,7 @@ class System:
     builds_on: tuple[str, ...] = ()
     modules: tuple[str, ...] = ()
     code: str = ""
+    ran: tuple[str, ...] = ()
 
     @property
     def has_reproduction(self) -> bool:
