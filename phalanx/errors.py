@@ -82,6 +82,8 @@ CODES: dict[str, str] = {
     "emit/impossible": "a plan that the target has no words for",
     "report/gate": "a gated row outside its tolerance",
     "trace/file": "a trace file that cannot be read",
+    "trace/rows": "a trace without the rows that a question needs",
+    "trace/runs": "runs that cannot be compared",
     "system/published": "a table of published numbers that cannot be read",
     "system/unreproduced": "a system that has no reproduction yet",
     "cli/usage": "a command line that cannot be read",

@@ -180,8 +180,16 @@ class PlanSection:
         choices=("none", "selective", "full"),
     )
     profile_steps: int = key(0, "last steps, of which every operator is recorded", low=0)
+    record_steps: int = key(
+        0, "first steps whose activations and gradients are summed up by layer", low=0
+    )
     checkpoint_every: int = key(0, "steps between checkpoints (0: only when stopped)", low=0)
     keep_checkpoints: int = key(2, "of the last ones", low=1)
+    offload: str = key(
+        "none",
+        "where optimizer states wait between updates",
+        choices=("none", "host", "file"),
+    )
     check_weights_every: int = key(50, "steps between comparisons of replicas (0: never)", low=0)
     hang_s: float = key(25.0, "silence after which a rank counts as hung", unit="s", low=1.0)
     log_to: tuple = key(
