@@ -42,8 +42,10 @@ class Exchange:
         phase: "F" or "B": the pass in which it happens.
         at: "before" or "after" the module's compute of that phase.
         of: what travels: "params" (the module's, gathered), "grads" (the module's, reduced),
-            "activations" (tokens x width of the module's input or output) or "inputs" (what it kept
-            of its input in the forward pass, for the backward pass).
+            "activations" (tokens x width of the module's input or output), "inputs" (what it kept
+            of its input in the forward pass, for the backward pass), and of attention "keys_values"
+            (keys and values, or their gradients) or "queries" (queries, outputs, or their
+            gradients).
         when: "always"; "sharded" (only if the module is not gathered already); "last" (only with
             the last item of the step).
     """
@@ -118,6 +120,10 @@ class Order(Policy, ABC):
     def rank_of_stage(self, num_ranks: int) -> tuple[int, ...]:
         """Coordinate on the pipeline axis that holds each stage: round robin by default."""
         return tuple(stage % num_ranks for stage in range(self.num_stages(num_ranks)))
+
+    def least_items(self, num_ranks: int) -> int:
+        """Fewest micro-batches of a step for which this schedule exists."""
+        return 1
 
     @abstractmethod
     def order(self, num_ranks: int, num_items: int) -> list[list[Step]]:

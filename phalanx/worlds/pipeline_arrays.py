@@ -113,15 +113,17 @@ def play(
     backward_s: Any,
     p2p_s: Any = 0.0,
     weight_s: Any = 0.0,
+    input_s: Any = None,
 ) -> Played:
     """Play a schedule.
 
     Args:
         order: lists of an `Order`, or what `wire` made of them.
         forward_s, backward_s: seconds of a pass of one stage and item; numbers, or arrays that
-            broadcast to [stages, items, R]. `backward_s` is also that of an input gradient ("I").
+            broadcast to [stages, items, R]; `backward_s` of a whole backward pass ("B").
         p2p_s: seconds of a message, likewise; by the stage and item that sends.
         weight_s: seconds of a weight gradient ("W").
+        input_s: seconds of an input gradient ("I"); None: as `backward_s`.
 
     Raises:
         CheckError: `check/deadlock` for lists that can never finish.
@@ -133,7 +135,7 @@ def play(
         "B": _table(wired, "backward_s", backward_s),
         "W": _table(wired, "weight_s", weight_s),
     }
-    seconds["I"] = seconds["B"]
+    seconds["I"] = seconds["B"] if input_s is None else _table(wired, "input_s", input_s)
     message = _table(wired, "p2p_s", p2p_s)
     replicas = max(each.shape[2] for each in (*seconds.values(), message))
     if replicas == 1:
