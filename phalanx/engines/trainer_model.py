@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from phalanx.data.batches import MicroBatch
 from phalanx.engines.bind import BoundData, bind_data
 from phalanx.engines.bind_tensor import BoundTensor
 from phalanx.engines.process import Process
 from phalanx.engines.recompute import apply_recompute
+from phalanx.engines.stages import BoundStages, bind_stages
 from phalanx.engines.tensor_decoder import bind_decoder
 from phalanx.engines.tensor_products import held
 from phalanx.errors import PlanError
@@ -22,6 +25,7 @@ from phalanx.job import Job
 from phalanx.models.adapter_folder import adapter_weights, lora_of
 from phalanx.models.cache import KvCache
 from phalanx.models.decoder import Decoder
+from phalanx.models.decoder_layers import Attend
 from phalanx.models.lora import inject, lora_values
 from phalanx.models.parameters import initial_values, load_parameters, load_sharded
 from phalanx.models.source import ModelSource
@@ -31,6 +35,9 @@ from phalanx.ops.tensor_exchange import join_tokens
 from phalanx.ops.vocabulary import VocabularyPart
 from phalanx.plan import RoleProgram
 from phalanx.policy import Spec
+
+if TYPE_CHECKING:
+    from phalanx.engines.bind_context import BoundContext
 
 
 @dataclass(frozen=True)
@@ -42,22 +49,38 @@ class TrainModel:
         data: how its gradients are summed over data axes.
         tensor: how its products are split.
         lora: of the adapters; None: all parameters are trained.
+        stages: which stages of a pipeline this rank holds; None: the whole model.
+        context: how ranks share the tokens of a row; None: a rank computes all of them.
+        compute_dtype: of activations, as torch prints it.
     """
 
     decoder: Decoder
     data: BoundData
     tensor: BoundTensor
     lora: LoraSpec | None
+    stages: BoundStages | None = None
+    context: BoundContext | None = None
+    compute_dtype: str = "float32"
 
     @property
     def counts_loss(self) -> bool:
-        """Whether this rank's loss counts: one rank per data rank, first on the model axis."""
-        return self.tensor.rank == 0
+        """Whether this rank's loss counts: that of the last stage, and of the first rank on the
+        model axis. Ranks that share a row's tokens each have the loss of theirs."""
+        return self.tensor.rank == 0 and (self.stages is None or self.stages.holds_last)
 
     @property
     def row_multiple(self) -> int:
         """Rows must be a multiple of so many tokens."""
-        return self.tensor.degree if self.tensor.splits_tokens else 1
+        multiple = self.tensor.degree if self.tensor.splits_tokens else 1
+        return multiple if self.context is None else multiple * self.context.row_multiple
+
+    def own_tokens(self, row: MicroBatch) -> MicroBatch:
+        """What this rank computes of a row."""
+        return row if self.context is None else self.context.cut(row)
+
+    def attend(self, row: MicroBatch) -> Attend | None:
+        """Attention of these tokens to all of the row; None: a rank has all of it."""
+        return None if self.context is None else self.context.attend(row)
 
     def loss(
         self,
@@ -110,7 +133,7 @@ class TrainModel:
 
     def cache(self, capacity: int) -> KvCache:
         """An empty cache for the key and value heads that this rank computes."""
-        device = self.decoder.head_weight.device
+        device = next(self.decoder.parameters()).device
         return KvCache(self.decoder.config, capacity=capacity, device=device)
 
     @contextmanager
@@ -120,9 +143,11 @@ class TrainModel:
             yield
 
     def finish_step(self) -> None:
-        """Wait until all gradients are summed, over data axes and then over the model axis."""
+        """Wait until all gradients are summed: over data axes, the model axis, tied stages."""
         self.data.finish_step()
         self.tensor.finish_step()
+        if self.stages is not None:
+            self.stages.finish_step(self.decoder, self.data)
 
     def whole_trainable(self) -> Iterator[tuple[str, Tensor]]:
         """(canonical name, whole tensor on the CPU) of what was trained; all ranks call it."""
@@ -162,7 +187,9 @@ def bind_model(job: Job, role: RoleProgram, config: DecoderConfig, mesh: DeviceM
     dtypes |= dict(role.dtypes)
     lora = lora_of(job, config)
     stored = config.dtype if lora else dtypes["master"]
-    decoder = Decoder(config.with_dtype(stored), device="meta")
+    stages = bind_stages(role, config, mesh, lora)
+    parts = None if stages is None else list(stages.parts.values())
+    decoder = Decoder(config.with_dtype(stored), device="meta", parts=parts)
     if lora is not None:
         inject(decoder, lora, dtype=dtypes["master"])
     specs: dict[str, list[Spec]] = {"data": [], "tensor": []}
@@ -179,7 +206,7 @@ def bind_model(job: Job, role: RoleProgram, config: DecoderConfig, mesh: DeviceM
         param_dtype=dtypes["compute"],
         reduce_dtype=dtypes["reduce"],
     )
-    return TrainModel(decoder, data, tensor, lora)
+    return TrainModel(decoder, data, tensor, lora, stages, compute_dtype=dtypes["compute"])
 
 
 def _require_cast(data: Sequence[Spec], master: str, compute: str) -> None:
@@ -201,7 +228,8 @@ def _fill(model: TrainModel, job: Job, source: ModelSource) -> None:
         others = [name for name in parameters if ".lora_" not in name]
         load_sharded(decoder, source.weights, names=others)
     else:
-        values = initial_values(seed, canonical_tensors(decoder.config).values())
+        specs = canonical_tensors(decoder.config).values()
+        values = initial_values(seed, (spec for spec in specs if spec.name in parameters))
         load_parameters(decoder, values, strict=not adapters)
     if not adapters:
         return

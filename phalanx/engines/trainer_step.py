@@ -1,7 +1,4 @@
-"""One optimizer step of one process: micro-batches forward and backward, then the update.
-
-Legend: S packed tokens, N targets.
-"""
+"""One optimizer step of one process: micro-batches forward and backward, then the update."""
 
 from __future__ import annotations
 
@@ -9,18 +6,17 @@ from collections.abc import Iterator
 from time import process_time
 from typing import NamedTuple
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.data.batches import MicroBatch, StepBatch
+from phalanx.data.batches import StepBatch
 from phalanx.engines.guard import Guard
 from phalanx.engines.memory import return_free_memory
 from phalanx.engines.optim import ShardedAdamW
+from phalanx.engines.row_loss import DropoutKeys, row_loss
 from phalanx.engines.trainer_model import TrainModel
-from phalanx.engines.user_loss import LossFunction, user_loss
-from phalanx.ops.dropout import DropoutKey
+from phalanx.engines.user_loss import LossFunction
 from phalanx.worlds.torch_log import SpanLog
 
 
@@ -129,54 +125,8 @@ class TrainStep:
         return self.model.lora is not None and self.model.lora.dropout > 0.0
 
 
-class DropoutKeys(NamedTuple):
-    """Seed and step of dropout masks."""
-
-    seed: int
-    step: int
-
-
 def _work_of(num_items: int) -> Iterator[Work]:
     for item in range(num_items):
         yield Work("F", item)
         yield Work("B", item)
     yield Work("O", -1)
-
-
-def row_loss(
-    model: TrainModel,
-    row: MicroBatch,
-    num_counted_global: int,
-    device: torch.device,
-    dropout: DropoutKeys | None = None,
-    loss: LossFunction | None = None,
-) -> Tensor:
-    """Sum of the row's target losses over `num_counted_global`; cross-entropy without `loss`."""
-    tokens_S, positions_S, counted_N, targets_N = (
-        _placed(array, device)
-        for array in (row.tokens_S, row.positions_S, row.counted_N, row.targets_N)
-    )
-    key = None
-    if dropout is not None:
-        places_S = _placed(row.global_tokens_S, device)
-        key = DropoutKey(dropout.seed, dropout.step, places_S)
-    hidden_SD = model.decoder(tokens_S, positions_S, row.document_starts, dropout=key)
-    if loss is None:
-        return model.loss(hidden_SD, counted_N, targets_N, num_counted_global)
-    return user_loss(
-        loss,
-        model.whole_rows(hidden_SD),
-        model.logits,
-        counted_N,
-        targets_N,
-        num_counted_global=num_counted_global,
-        vocab_size=model.decoder.config.vocab_size,
-    )
-
-
-def _placed(array: np.ndarray, device: torch.device) -> Tensor:
-    """An array on the device; from pinned memory, as a copy from any other waits for a GPU."""
-    tensor = torch.from_numpy(array)
-    if device.type == "cuda":
-        tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=True)

@@ -128,7 +128,8 @@ class Decoder(nn.Module):
         Args:
             rows: token ids [S] where the part embeds, hidden states [S, D] where it does not.
             positions_S: position of each row in its document; None: counted from each start, or
-                from the end of each cache.
+                from the end of each cache. A stage that gets hidden states needs them where tokens
+                are split (sequence parallelism): its rows are then fewer.
             document_starts: first row of each document.
             caches: one per document; rows are appended to them. None: training or scoring.
             dropout: what adapters' dropout depends on; needed when they train with dropout.
@@ -138,7 +139,9 @@ class Decoder(nn.Module):
         if part is None:
             assert len(self.parts) == 1, "which of the stages is to run?"
             part = self.parts[0]
-        documents = Documents.from_starts(document_starts, rows.shape[0])
+        # a stage that splits tokens is handed this rank's; their positions are those of all
+        length = rows.shape[0] if positions_S is None else positions_S.shape[0]
+        documents = Documents.from_starts(document_starts, length)
         assert caches is None or len(caches) == len(documents.lengths), "one cache per document"
         if positions_S is None:
             positions_S = self._positions(documents, caches, rows.device)
