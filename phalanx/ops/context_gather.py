@@ -1,0 +1,131 @@
+"""Attention on keys and values that a rank has gathered, all or those that it sees; gradients.
+
+Legend: S tokens of the row, N ranks, c tokens of a rank, T keys that it has, H query heads, K
+key/value heads, L = 2K, C channels per head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from phalanx.layout.context_part import ContextPart
+from phalanx.layout.token_layout import KeysSeen
+from phalanx.ops.partial_attention import (
+    output_slope,
+    partial_attention,
+    partial_attention_backward,
+)
+
+
+def _stretch(
+    q_cHC: Tensor, k_TKC: Tensor, v_TKC: Tensor, seen: KeysSeen, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Attention on all the keys that the queries see: out in the dtype of q, and lse."""
+    out_cHC, lse_cH = partial_attention(q_cHC, k_TKC, v_TKC, seen, scale=scale)
+    return out_cHC.to(q_cHC.dtype), lse_cH
+
+
+class GatheredAttention(torch.autograd.Function):
+    """forward(q, k, v, part, group, scale, window, sum_dtype) -> out."""
+
+    @staticmethod
+    def forward(ctx, q_cHC, k_cKC, v_cKC, part, group, scale, window, sum_dtype):
+        kv = torch.stack([k_cKC, v_cKC])
+        kv_N2cKC = kv.new_empty(group.size(), *kv.shape)
+        dist.all_gather_single(kv_N2cKC, kv, group=group)
+        length = k_cKC.shape[0]
+        at_S = part.layout.inverse_S
+        at_S = torch.from_numpy(at_S + at_S // length * length).to(kv.device)  # v follows k
+        rows = kv_N2cKC.flatten(0, 2)
+        k_SKC, v_SKC = rows[at_S], rows[at_S + length]
+        out_cHC, lse_cH = _stretch(q_cHC, k_SKC, v_SKC, part.row_seen(window), scale)
+        ctx.save_for_backward(q_cHC, k_SKC, v_SKC, out_cHC, lse_cH)
+        ctx.options = (part, group, scale, window, sum_dtype or lse_cH.dtype)
+        return out_cHC
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_cHC):
+        q_cHC, k_SKC, v_SKC, out_cHC, lse_cH = ctx.saved_tensors
+        part, group, scale, window, sum_dtype = ctx.options
+        delta_cH = output_slope(grad_cHC, out_cHC)
+        seen = part.row_seen(window)
+        grads = partial_attention_backward(
+            grad_cHC, q_cHC, k_SKC, v_SKC, lse_cH, delta_cH, seen, scale=scale
+        )
+        at_S = torch.from_numpy(part.layout.permutation_S).to(grad_cHC.device)
+        grad_NcKC = [x[at_S].to(sum_dtype).unflatten(0, (group.size(), -1)) for x in grads[1:]]
+        grad_N2cKC = torch.stack(grad_NcKC, dim=1)
+        own_2cKC = torch.empty_like(grad_N2cKC[0])
+        dist.reduce_scatter_single(own_2cKC, grad_N2cKC, group=group)
+        return grads[0].to(q_cHC.dtype), *own_2cKC.to(k_SKC.dtype), *[None] * 5
+
+
+class WantedAttention(torch.autograd.Function):
+    """forward(q, k, v, part, group, scale, window) -> out."""
+
+    @staticmethod
+    def forward(ctx, q_cHC, k_cKC, v_cKC, part, group, scale, window):
+        wanted = _WantedKeys(part, window)
+        kv_cLC = torch.cat([k_cKC, v_cKC], dim=1)  # both of a token together
+        sent = kv_cLC[torch.from_numpy(wanted.sent).to(kv_cLC.device)]
+        came = _swapped(sent, wanted.num_sent, wanted.num_came, group)
+        kv_TLC = torch.cat([kv_cLC, came])[torch.from_numpy(wanted.order).to(kv_cLC.device)]
+        k_TKC, v_TKC = kv_TLC.chunk(2, dim=1)
+        out_cHC, lse_cH = _stretch(q_cHC, k_TKC, v_TKC, wanted.seen, scale)
+        ctx.save_for_backward(q_cHC, k_TKC, v_TKC, out_cHC, lse_cH)
+        ctx.options = (wanted, group, scale)
+        return out_cHC
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_cHC):
+        q_cHC, k_TKC, v_TKC, out_cHC, lse_cH = ctx.saved_tensors
+        wanted, group, scale = ctx.options
+        delta_cH = output_slope(grad_cHC, out_cHC)
+        grad_q_cHC, *grads = partial_attention_backward(
+            grad_cHC, q_cHC, k_TKC, v_TKC, lse_cH, delta_cH, wanted.seen, scale=scale
+        )
+        at_T = torch.from_numpy(np.argsort(wanted.order)).to(grad_cHC.device)
+        grad_TLC = torch.cat(grads, dim=1)[at_T]
+        own_cLC, others = grad_TLC[: len(q_cHC)], grad_TLC[len(q_cHC) :]
+        back = _swapped(others.contiguous(), wanted.num_came, wanted.num_sent, group)
+        own_cLC.index_add_(0, torch.from_numpy(wanted.sent).to(grad_cHC.device), back)
+        grad_kv = (x.to(k_TKC.dtype) for x in own_cLC.chunk(2, dim=1))
+        return grad_q_cHC.to(q_cHC.dtype), *grad_kv, None, None, None, None
+
+
+class _WantedKeys:
+    """Which keys go where.
+
+    Attributes:
+        sent: rows of this rank, those for rank 0 first; num_sent: for each rank.
+        num_came: rows from each rank.
+        order: what sorts this rank's rows and, behind them, those that came, by token.
+        seen: of the sorted rows.
+    """
+
+    def __init__(self, part: ContextPart, window: int | None) -> None:
+        me, ranks = part.rank, range(part.num_ranks)
+        gives = [part.peer(r).keys_seen(me, window).span if r != me else range(0) for r in ranks]
+        takes = [part.keys_seen(r, window).span if r != me else range(0) for r in ranks]
+        self.num_sent, self.num_came = list(map(len, gives)), list(map(len, takes))
+        self.sent = np.concatenate([np.asarray(rows, dtype=np.int64) for rows in gives])
+        came = [part.layout.tokens_Nc[r][rows.start : rows.stop] for r, rows in zip(ranks, takes)]
+        tokens = np.concatenate([part.tokens_c, *came])
+        self.order = np.argsort(tokens)
+        self.seen = KeysSeen.between(part.tokens_c, tokens[self.order], part.bounds, window)
+
+
+def _swapped(
+    rows: Tensor, num_sent: Sequence[int], num_came: Sequence[int], group: dist.ProcessGroup
+) -> Tensor:
+    came = rows.new_empty(sum(num_came), *rows.shape[1:])
+    dist.all_to_all_single(came, rows, list(num_came), list(num_sent), group=group)
+    return came
