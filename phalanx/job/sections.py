@@ -170,7 +170,11 @@ class PlanSection:
         kind=_POLICY | list[_POLICY],
     )
     tensor: Any = key("", "tensor parallelism: a name or a table ('' = none)", kind=_POLICY)
-    context: Any = key("", "context parallelism: a name or a table ('' = none)", kind=_POLICY)
+    context: Any = key(
+        "",
+        "context parallelism: a name, a table, or a list of them ('' = none)",
+        kind=_POLICY | list[_POLICY],
+    )
     serve: Any = key("continuous", "serving scheduler: a name or a table", kind=_POLICY)
     grain: str = key("operator", "of simulation", choices=("operator", "unit", "stage"))
     row_tokens: int = key(0, "longest packed row, i.e. micro-batch (0: chosen here)", low=0)
