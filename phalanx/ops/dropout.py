@@ -41,13 +41,13 @@ def keyed_dropout(
     digest = hashlib.sha256(f"{key.seed}/{key.step}/{name}".encode()).digest()
     base = int.from_bytes(digest[:7], "little")
     channels = torch.arange(first_channel, first_channel + x_SD.shape[-1], device=x_SD.device)
-    rows = _mixed(key.tokens_S.to(x_SD.device) + base)
-    uniform = (_mixed(rows[:, None] + channels * _MIX) >> 11) & ((1 << 52) - 1)
+    rows = mixed(key.tokens_S.to(x_SD.device) + base)
+    uniform = (mixed(rows[:, None] + channels * _MIX) >> 11) & ((1 << 52) - 1)
     kept = uniform >= int(probability * (1 << 52))
     return x_SD * kept.to(x_SD.dtype) / (1.0 - probability)
 
 
-def _mixed(x: Tensor) -> Tensor:
+def mixed(x: Tensor) -> Tensor:
     """A 64-bit finaliser (xor-shift, multiply), wrapping like unsigned arithmetic."""
     x = (x ^ ((x >> 30) & ((1 << 34) - 1))) * -0x40A7B892E31B1A47
     x = (x ^ ((x >> 27) & ((1 << 37) - 1))) * -0x6B2FB644ECCEEE15

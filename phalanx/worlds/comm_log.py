@@ -2,8 +2,9 @@
 
 Bytes follow `action.Collective`: `payload_bytes` is the whole logical tensor on one rank (gathered
 output, reduce-scatter input, reduced tensor, all-to-all input), independent of the algorithm.
-Times: from issue until the caller has waited, so an upper bound where compute ran in between. Rows
-of an accelerator are timed by events on the issuing stream, in the same sense.
+Times: from issue until the caller has waited, so an upper bound where compute ran in between;
+`wait_rows` tell for how long it was held up. Rows of an accelerator are timed by events on the
+issuing stream, in the same sense.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from phalanx.cost import collectives
 from phalanx.trace import Trace, TraceBuilder
 
 P2P = ("send", "recv")
+WAIT = "wait"
 _ROOTED = ("reduce", "gather", "scatter")
 
 
@@ -40,11 +42,12 @@ class CommRow:
             "pp:0>1#2" the third message from 0 to 1 (coordinates on the axis).
         peer: global rank of the other end of a message (-1: none or any).
         start, end: moments of `clock`; `end` is the end of the issue until someone waited.
+        held: when the caller began to wait; None before.
     """
 
     __slots__ = (
         *("axis", "kind", "name", "peer", "payload_bytes", "group_size"),
-        *("clock", "start", "end", "waited"),
+        *("clock", "start", "end", "waited", "held"),
     )
 
     def __init__(
@@ -61,14 +64,21 @@ class CommRow:
         self.payload_bytes, self.group_size = payload_bytes, group_size
         self.clock, self.waited = clock, False
         self.start = self.end = clock.now()
+        self.held: Any = None
 
     def __str__(self) -> str:
         state = "done" if self.waited else "not seen to end"
         return f"{self.kind} {self.name}, {self.payload_bytes} bytes, {state}"
 
+    def begin_wait(self) -> None:
+        """The caller waits for it from now on; the first time counts."""
+        if self.held is None:
+            self.held = self.clock.now()
+
     def set_end(self, *, waited: bool) -> None:
-        """The issue or (`waited`) the operation has ended."""
-        self.end, self.waited = self.clock.now(), waited
+        """The issue or (`waited`) the operation has ended; waiting again changes nothing."""
+        if not self.waited:
+            self.end, self.waited = self.clock.now(), waited
 
     @property
     def wire_bytes(self) -> float:
@@ -129,11 +139,25 @@ class CommLog:
             for row in self.rows[first:after]:
                 yield self._trace_row(row, number)
 
+    def wait_rows(self) -> Iterator[dict[str, Any]]:
+        """Rows for a TraceBuilder: how long this rank was held up by each operation."""
+        ends = [first for *_, first in self._steps[1:]] + [len(self.rows)]
+        for (number, _, _, first), after in zip(self._steps, ends):
+            for row in self.rows[first:after]:
+                if row.waited and row.held is not None:
+                    yield self._wait_row(row, number)
+
     def trace(self, job: str = "") -> Trace:
         """The rows so far as a measured trace."""
         builder = TraceBuilder("measured", job)
         builder.extend(self.trace_rows())
         return builder.build()
+
+    def _wait_row(self, row: CommRow, step: int) -> dict[str, Any]:
+        start_s = row.clock.seconds(row.held)
+        times = {"start_s": start_s - self.origin_s, "dur_s": row.clock.seconds(row.end) - start_s}
+        bare = {"operator": WAIT, "payload_bytes": 0.0, "wire_bytes": 0.0}
+        return self._trace_row(row, step) | bare | times
 
     def _trace_row(self, row: CommRow, step: int) -> dict[str, Any]:
         start_s, end_s = row.clock.seconds(row.start), row.clock.seconds(row.end)

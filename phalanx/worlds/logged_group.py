@@ -68,6 +68,8 @@ class _LoggedWork(Work):
         self._inner, self._rows = inner, rows
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        for row in self._rows:
+            row.begin_wait()
         answer = self._inner.wait(timeout) if timeout else self._inner.wait()
         for row in self._rows:
             row.set_end(waited=True)

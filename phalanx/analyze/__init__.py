@@ -1,0 +1,1 @@
+"""Questions asked of traces and of recorded runs. No torch."""

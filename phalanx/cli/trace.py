@@ -1,0 +1,188 @@
+"""`phalanx trace slow|diverge`: which rank the others wait for; where two runs part."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from phalanx.cli.app import group
+from phalanx.cli.output import JsonFile, emit, table, versioned, write
+from phalanx.errors import JobError
+
+if TYPE_CHECKING:
+    from phalanx.analyze.first_divergence import Difference, Divergence
+    from phalanx.analyze.slow_rank import SlowSearch
+    from phalanx.mesh import Mesh
+
+_MS = 1e3
+_SHOWN = 16  # differences
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb."""
+    verbs = group(app, "trace", "Questions asked of runs: who is slow, where do two of them part.")
+    verbs.command("slow")(slow)
+    verbs.command("diverge")(diverge)
+
+
+def slow(
+    run: Annotated[
+        str, typer.Argument(metavar="RUN", help="Run folder with profiled steps, or a .npz trace.")
+    ],
+    mesh: Annotated[
+        str, typer.Option("--mesh", help="Axes of the ranks, outermost first: cp=2,tp=4.")
+    ] = "",
+    axes: Annotated[
+        str, typer.Option("--axes", help="Order of the search (replicate,shard,pp,cp,tp).")
+    ] = "",
+    json_file: JsonFile = "",
+) -> None:
+    """Find the rank that the others wait for, from the outermost axis to the innermost.
+
+    A run has the rows that are needed where steps were profiled:
+
+    \b
+    phalanx train --model M --data D --folder RUN --plan.profile_steps 5
+    phalanx trace slow RUN
+    """
+    from phalanx.analyze.slow_rank import find_slow
+    from phalanx.trace import Trace
+
+    is_run = Path(run).is_dir()
+    grid = _mesh(mesh) if mesh or not is_run else _mesh_of_run(run)
+    found = find_slow(
+        Trace.load(Path(run) / "trace.npz" if is_run else run),
+        grid,
+        [name.strip() for name in axes.split(",") if name.strip()],
+    )
+    emit(versioned("slow", **asdict(found)), json_file, lambda: _show_slow(found, grid))
+
+
+def _mesh_of_run(run: str) -> Mesh:
+    from phalanx.engines.run_folder import PLAN_FILE
+    from phalanx.plan import Plan
+
+    return Plan.load(Path(run) / PLAN_FILE).program("train").grid()
+
+
+def _mesh(text: str) -> Mesh:
+    """The mesh of "cp=2,tp=4"."""
+    from phalanx.mesh import Mesh
+
+    axes: dict[str, int] = {}
+    for part in filter(None, text.split(",")):
+        name, _, size = part.partition("=")
+        if not size.strip().isdecimal():
+            raise JobError("mesh/axis", "--mesh", text, "is not AXIS=SIZE,...", legal=["cp=2,tp=4"])
+        axes[name.strip()] = int(size)
+    if not axes:
+        rule = "a trace file does not say how its ranks stand"
+        raise JobError("job/missing", "--mesh", None, rule, legal=["--mesh cp=2,tp=4"])
+    return Mesh(axes)
+
+
+def _show_slow(found: SlowSearch, mesh: Mesh) -> None:
+    lines = [
+        [
+            level.axis,
+            ", ".join(f"{wait_s * _MS:.3g}" for wait_s in level.waits_s),
+            "none stands out" if level.late < 0 else f"{level.axis} {level.late}",
+            f"{level.lead_s * _MS:.3g}",
+            f"{level.votes:.0%}",
+        ]
+        for level in found.levels
+    ]
+    table(("axis", "waits by coordinate, ms", "late", "lead, ms", "steps that agree"), lines)
+    if not found.suspects:
+        write("\nno rank is waited for\n")
+        return
+    ranks = ", ".join(map(str, found.suspects))
+    stands = ", ".join(f"{level.axis} {level.late}" for level in found.levels if level.late >= 0)
+    share = found.cost_s / found.step_s if found.step_s else 0.0
+    write(
+        f"\nslow: rank{'s' * (len(found.suspects) > 1)} {ranks} ({stands}): the others wait "
+        f"{found.cost_s * _MS:.3g} ms of a step of {found.step_s * _MS:.4g} ms ({share:.0%})\n"
+    )
+
+
+def diverge(
+    run_a: Annotated[str, typer.Argument(metavar="RUN_A", help="Run folder.")],
+    run_b: Annotated[str, typer.Argument(metavar="RUN_B", help="Another one.")],
+    tolerance: Annotated[
+        float,
+        typer.Option("--tolerance", min=0.0, help="What rounding explains (0: by the dtype)."),
+    ] = 0.0,
+    json_file: JsonFile = "",
+) -> None:
+    """Find the first step, layer and phase in which two runs differ, on whatever layouts.
+
+    Both runs recorded their first steps:
+
+    \b
+    phalanx train ... --folder A --plan.record_steps 2
+    phalanx train ... --folder B --plan.record_steps 2 --plan.mesh.tp 2
+    phalanx trace diverge A B
+
+    Exit 0: equal, or apart by no more than rounding explains; 1: further apart.
+    """
+    from phalanx.analyze.first_divergence import compare, read_recorded
+
+    found = compare(read_recorded(run_a), read_recorded(run_b), tolerance)
+    document = versioned(
+        "divergence",
+        first=_table(found.first),
+        first_large=_table(found.first_large),
+        **asdict(found),
+    )
+    emit(document, json_file, lambda: _show_divergence(found))
+    if found.first_large is not None:
+        raise typer.Exit(1)
+
+
+def _table(difference: Difference | None) -> dict | None:
+    return None if difference is None else asdict(difference)
+
+
+def _show_divergence(found: Divergence) -> None:
+    from phalanx.analyze.first_divergence import PHASES
+
+    if found.only:
+        write(f"only one of the runs has {', '.join(found.only[:8])}\n")
+    if found.first is None:
+        write(f"equal bit for bit at {found.num_places} places\n")
+        return
+    shown = found.differences[:_SHOWN]
+    large = found.first_large
+    if large is not None and large not in shown:
+        shown = (*shown[: _SHOWN // 2], large)
+    lines = [
+        [
+            f"{each.step}",
+            PHASES[each.phase],
+            each.name,
+            f"{each.distance:.2g}",
+            f"{each.norms[0]:.6g}",
+            f"{each.norms[1]:.6g}",
+        ]
+        for each in shown
+    ]
+    table(("step", "phase", "where", "relative difference", "norm in A", "norm in B"), lines)
+    num_equal = found.num_places - len(found.differences)
+    write(f"\n{num_equal} of {found.num_places} places are equal bit for bit\n")
+    write(f"first difference: {_words(found.first, PHASES)}\n")
+    if large is None:
+        write(f"none is above {found.tolerance:g}, which rounding explains\n")
+    else:
+        write(f"first above {found.tolerance:g}: {_words(large, PHASES)}\n")
+
+
+def _words(each: Difference, phases: dict[str, str]) -> str:
+    if each.counts[0] != each.counts[1]:
+        return (
+            f"step {each.step}, {phases[each.phase]} of {each.name}: "
+            f"{each.counts[0]} elements in A, {each.counts[1]} in B"
+        )
+    return f"step {each.step}, {phases[each.phase]} of {each.name}, {each.distance:.2g} of its norm"
