@@ -51,9 +51,12 @@ SYSTEM = System(
     ),
     policies=(
         "data/replicate",
+        "data/zero",
         "pipeline/gpipe",
         "pipeline/1f1b",
         "pipeline/zero_bubble",
+        "pipeline/zbv",
+        "pipeline/dualpipe_v",
         "context/ulysses",
         "context/ring",
         "expert/gshard",

@@ -27,7 +27,7 @@ SYSTEM = System(
         "not mind a permutation that masks and positions follow; two chunks per rank, head and "
         "tail, balance alike."
     ),
-    policies=("context/striped", "context/head_tail"),
     builds_on=("context/ring",),
+    modules=("layout/token_layout", "layout/context_part", "ops/context_attention"),
     code="github.com/exists-forall/striped_attention",
 )
