@@ -1,21 +1,137 @@
-"""Gradients of a unit summed over replicas, while the backward pass of other units goes on."""
+"""Gradients of a unit summed over replicas, while the backward pass of other units goes on.
+
+A unit is due when each of its parameters has got all the gradients of the step. They are counted,
+not announced: in a pipeline the last backward passes of two stages come at different times, and a
+weight that two stages of a rank share gets two gradients per micro-batch.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 
-class UnitSum:
+class UnitGradients(ABC):
+    """Counts the gradients of a unit's parameters and acts when they are complete.
+
+    Args:
+        parameters: asked at the first step, as leaving the meta device replaces them.
+        dtype: of the sum over ranks, and of the sum over micro-batches where it is wider than the
+            gradients; None: that of the gradients.
+        every_round: act after each round of the step instead of once; a unit with a weight that two
+            stages share always acts once, as the rounds of two stages overlap.
+    """
+
+    def __init__(
+        self,
+        parameters: Callable[[], Sequence[nn.Parameter]],
+        dtype: torch.dtype | None,
+        *,
+        every_round: bool = False,
+    ) -> None:
+        self._ask = parameters
+        self._dtype, self._every_round = dtype, every_round
+        self.parameters: Sequence[nn.Parameter] | None = None
+        self._uses: Mapping[nn.Parameter, int] = {}
+        self._rounds: list[int] = []  # micro-batches of each round still to come
+        self._left: dict[Tensor, int] = {}  # gradients still to come in this round
+        self._num_open = 0
+        self._is_summed = False  # more than one gradient of a parameter is added up
+        self._wide: dict[Tensor, Tensor] = {}  # sums in a wider dtype than the gradients'
+
+    def ask(self) -> None:
+        """Learn the parameters, once they have left the meta device."""
+        if self.parameters is None:
+            self.parameters = list(self._ask())
+            for parameter in self.parameters:
+                parameter.register_post_accumulate_grad_hook(self.note)
+
+    def begin_step(
+        self, num_items: int, uses: Mapping[nn.Parameter, int], round_items: int = 1
+    ) -> None:
+        """A step of `num_items` micro-batches comes next.
+
+        Args:
+            uses: gradients that a parameter gets per micro-batch, where they are not 1.
+            round_items: micro-batches of a round.
+        """
+        self.ask()
+        self._uses, self._wide = uses, {}
+        self._rounds = [num_items]
+        if self._every_round and all(uses.get(each, 1) == 1 for each in self.parameters):
+            whole, rest = divmod(num_items, round_items)
+            self._rounds = [round_items] * whole + [rest] * bool(rest)
+        self._begin_round()
+
+    def _begin_round(self) -> None:
+        num_items = self._rounds.pop(0)
+        self._left = {each: num_items * self._uses.get(each, 1) for each in self.parameters}
+        self._num_open = len(self._left)
+        self._is_summed = any(count > 1 for count in self._left.values())
+
+    def note(self, parameter: Tensor) -> None:
+        """One more gradient of a parameter has been added up; without a step it does not count."""
+        left = self._left.get(parameter)
+        if left is None:
+            return
+        assert left > 0, "a gradient more than the step was said to have"
+        if self._is_summed and self._is_narrow(parameter):
+            self._widen(parameter)
+        self._left[parameter] = left - 1
+        if left == 1:
+            self._num_open -= 1
+            if not self._num_open:
+                self._start()
+                if self._rounds:
+                    self._begin_round()
+
+    def finish(self) -> None:
+        """The step is over: wait until what was started is done."""
+        assert not self._num_open, f"{self._num_open} parameters did not get all their gradients"
+        if self._left:
+            self._left = {}
+            self._end()
+
+    @abstractmethod
+    def _start(self) -> None:
+        """All gradients of a round are there."""
+
+    @abstractmethod
+    def _end(self) -> None:
+        """Wait for what `_start` began; gradients end where the optimizer looks for them."""
+
+    def _is_narrow(self, parameter: Tensor) -> bool:
+        return self._dtype is not None and self._dtype.itemsize > parameter.dtype.itemsize
+
+    @torch.no_grad()
+    def _widen(self, parameter: Tensor) -> None:
+        """Add a gradient to the sum in the wider dtype."""
+        grad = local_of(parameter.grad)
+        if parameter in self._wide:
+            self._wide[parameter].add_(grad)
+        else:
+            self._wide[parameter] = grad.to(self._dtype)
+        parameter.grad = None
+
+    def take_grad(self, parameter: nn.Parameter) -> Tensor:
+        """What this rank has of a parameter's gradient, which is forgotten."""
+        grad = self._wide.pop(parameter, None)
+        if grad is None:
+            grad, parameter.grad = local_of(parameter.grad), None
+        return grad if self._dtype is None else grad.to(self._dtype)
+
+
+class UnitSum(UnitGradients):
     """One all-reduce per step for the gradients of a unit, started when the last is complete.
 
     Args:
-        parameters: asked at the first micro-batch, as leaving the meta device replaces them.
+        parameters, dtype: see `UnitGradients`.
         group: the replicas.
-        dtype: of the sum; None: that of the gradients.
     """
 
     def __init__(
@@ -24,42 +140,39 @@ class UnitSum:
         group: dist.ProcessGroup,
         dtype: torch.dtype | None,
     ) -> None:
-        self._ask, self._group, self._dtype = parameters, group, dtype
-        self._parameters: Sequence[nn.Parameter] | None = None
-        self._is_last = False
-        self._num_ready = 0
+        super().__init__(parameters, dtype)
+        self._group = group
         self._flat: Tensor | None = None
         self._work: dist.Work | None = None
 
-    def begin_item(self, is_last: bool) -> None:
-        """A micro-batch comes next; the backward pass of the last one starts the sum."""
-        self._is_last = is_last
-        if self._parameters is None:
-            self._parameters = self._ask()
-            for parameter in self._parameters:
-                parameter.register_post_accumulate_grad_hook(self._note)
+    def _start(self) -> None:
+        self._flat = torch.cat([self.take_grad(each).flatten() for each in self.parameters])
+        self._work = dist.all_reduce(self._flat, group=self._group, async_op=True)
 
-    def _note(self, _parameter: Tensor) -> None:
-        if not self._is_last:
-            return
-        self._num_ready += 1
-        if self._num_ready == len(self._parameters):
-            grads = self._grads()
-            self._flat = torch.cat([g.flatten() for g in grads]).to(self._dtype or grads[0].dtype)
-            self._work = dist.all_reduce(self._flat, group=self._group, async_op=True)
-
-    def finish(self) -> None:
-        """Wait, and write the sums back."""
-        assert self._num_ready == len(self._parameters or ()), "a gradient was not computed"
-        if self._work is None:
-            return
+    def _end(self) -> None:
         self._work.wait()
-        grads = self._grads()
-        for grad, part in zip(grads, self._flat.split([grad.numel() for grad in grads])):
-            grad.copy_(part.view_as(grad))
-        self._work, self._flat, self._num_ready = None, None, 0
+        sizes = [local_of(parameter).numel() for parameter in self.parameters]
+        for parameter, part in zip(self.parameters, self._flat.split(sizes)):
+            grad = part.view_as(local_of(parameter)).to(parameter.dtype)
+            parameter.grad = placed_as(parameter, grad)
+        self._work, self._flat = None, None
 
-    def _grads(self) -> list[Tensor]:
-        """Of each parameter what this rank holds, where a model axis has cut it."""
-        grads = [parameter.grad for parameter in self._parameters]
-        return [grad.to_local() if hasattr(grad, "to_local") else grad for grad in grads]
+
+def local_of(tensor: Tensor) -> Tensor:
+    """What this process holds of a tensor, without history."""
+    tensor = tensor.detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def placed_as(parameter: Tensor, local: Tensor) -> Tensor:
+    """A value of this rank's part as the whole that the parameter is."""
+    if not isinstance(parameter, DTensor):
+        return local
+    return DTensor.from_local(
+        local,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
