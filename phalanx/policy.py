@@ -13,6 +13,7 @@ page. They speak of handles and numbers, never of tensors; time and randomness c
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -44,8 +45,8 @@ class Exchange:
         of: what travels: "params" (the module's, gathered), "grads" (the module's, reduced),
             "activations" (tokens x width of the module's input or output), "inputs" (what it kept
             of its input in the forward pass, for the backward pass), and of attention "keys_values"
-            (keys and values, or their gradients) or "queries" (queries, outputs, or their
-            gradients).
+            (keys and values, or their gradients), "queries" (queries, outputs, or their gradients)
+            or "heads" (queries, keys and values).
         when: "always"; "sharded" (only if the module is not gathered already); "last" (only with
             the last item of the step).
     """
@@ -64,7 +65,8 @@ class Rule:
     Attributes:
         pattern: shell pattern over canonical module names ("layers.*", "layers.*.mlp.down_proj").
         placement: word of the binder: "shard", "replicate" (data); "column", "row", "vocab",
-            "block", "partial" (tensor); "ring", "all_gather", "all_to_all" (context, expert).
+            "block", "partial" (tensor); "ring", "all_gather", "all_to_all" (context, expert); a
+            layout of tokens (context, of the rows: pattern "").
         dim: tensor dim that is split, where the placement needs one.
         exchanges: collectives per pass, in order.
         reshard: give the gathered parameters back after the forward pass.
@@ -99,6 +101,9 @@ class Spec(Policy, ABC):
 # ---- Order -----------------------------------------------------------------------------------
 
 
+_STEP = re.compile(r"([0-9]{1,6})([FBIW])([0-9]{1,6})")
+
+
 class Step(NamedTuple):
     """One compute of a schedule: stage, kind ("F", "B", "I", "W"), micro-batch. Prints as 2F0."""
 
@@ -108,6 +113,12 @@ class Step(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.stage}{self.kind}{self.item}"
+
+    @classmethod
+    def parse(cls, text: str) -> Step | None:
+        """The step that prints as this text; None where there is none."""
+        found = _STEP.fullmatch(text)
+        return None if found is None else cls(int(found[1]), found[2], int(found[3]))
 
 
 class Order(Policy, ABC):

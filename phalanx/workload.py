@@ -28,6 +28,14 @@ class Module(NamedTuple):
         return prod(self.shape)
 
 
+class Heads(NamedTuple):
+    """Of an attention block: query heads, key and value heads, bytes of a token in one of them."""
+
+    query: int
+    key_value: int
+    head_bytes: float
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
     """The smallest thing that a Spec wraps.
@@ -40,6 +48,7 @@ class Block:
         backward_flops_per_token: None: twice as many; adapters on a frozen base take fewer.
         saved_bytes_per_token: activations kept for the backward pass.
         out_bytes_per_token: what leaves the block (hidden width x itemsize).
+        heads: of attention: what ranks exchange that share a sequence; None: not attention.
     """
 
     name: str
@@ -49,6 +58,7 @@ class Block:
     backward_flops_per_token: float | None = None
     saved_bytes_per_token: float = 0.0
     out_bytes_per_token: float = 0.0
+    heads: Heads | None = None
 
     @property
     def num_params(self) -> int:

@@ -20,6 +20,7 @@ from phalanx.data.samples import Samples
 from phalanx.errors import JobError
 
 _MANY = 16_384
+FILLER_OFFSET = -(1 << 40)  # where no document can lie
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,8 @@ class MicroBatch:
 
     @property
     def global_tokens_S(self) -> np.ndarray:
-        """Place of each token among all tokens of the step: the same on any world size."""
+        """Place of each token among all tokens of the step: the same on any world size, and below
+        0 for filler."""
         return self.positions_S + self._per_token(self.offsets)
 
     def extended(self, multiple: int) -> MicroBatch:
@@ -66,7 +68,7 @@ class MicroBatch:
             self,
             tokens_S=np.concatenate([self.tokens_S, np.zeros(missing, dtype=np.int64)]),
             document_starts=(*self.document_starts, length),
-            offsets=(*self.offsets, 0),
+            offsets=(*self.offsets, FILLER_OFFSET),
         )
 
     def _per_token(self, per_document: tuple[int, ...]) -> np.ndarray:
@@ -223,6 +225,7 @@ def step_batch(
     rank: int,
     counted_weight: float = 0.0,
     row_multiple: int = 1,
+    least_rows: int = 1,
 ) -> StepBatch:
     """The rows of `rank` in the step whose first sample is `start`.
 
@@ -231,6 +234,8 @@ def step_batch(
         row_tokens: longest packed row, i.e. tokens of a micro-batch.
         counted_weight: extra work of a target, in tokens (the head): balances ranks by time.
         row_multiple: rows are extended to a multiple of so many tokens (`MicroBatch.extended`).
+        least_rows: of each rank, also where fewer would hold all documents (a pipeline whose order
+            needs them).
 
     Raises:
         JobError: `job/bad-value` for a sample longer than a row.
@@ -238,7 +243,7 @@ def step_batch(
     counters = step_samples(stream, start, global_batch_tokens)
     lengths, counted = stream.lengths(counters).tolist(), stream.counted(counters).tolist()
     work = [n + counted_weight * c for n, c in zip(lengths, counted)]
-    rows = deal(lengths, work, row_tokens=row_tokens, num_ranks=num_ranks)
+    rows = deal(lengths, work, row_tokens=row_tokens, num_ranks=num_ranks, least_rows=least_rows)
     before = np.concatenate([[0], np.cumsum(lengths)])
     mine = [
         pack(stream, [counters[at] for at in row], [int(before[at]) for at in row]).extended(
@@ -258,6 +263,7 @@ def whole_pass(
     rank: int,
     counted_weight: float = 0.0,
     row_multiple: int = 1,
+    least_rows: int = 1,
 ) -> StepBatch:
     """The first `num_samples` samples as one step: an evaluation pass."""
     total = int(stream.lengths(range(num_samples)).sum())
@@ -270,15 +276,21 @@ def whole_pass(
         rank=rank,
         counted_weight=counted_weight,
         row_multiple=row_multiple,
+        least_rows=least_rows,
     )
 
 
 def deal(
-    lengths: Sequence[int], work: Sequence[float], *, row_tokens: int, num_ranks: int
+    lengths: Sequence[int],
+    work: Sequence[float],
+    *,
+    row_tokens: int,
+    num_ranks: int,
+    least_rows: int = 1,
 ) -> list[list[int]]:
     """Documents into the fewest rows per rank: heaviest first, into the lightest row with room.
 
-    Where rows are too full for equal work, they are made equal in tokens before one is added.
+    A rank gets `least_rows` at least, some of them empty where there are too few documents. Where rows are too full for equal work, they are made equal in tokens before one is added.
 
     Returns:
         Rows of indices, a whole number of rows per rank; row r belongs to rank r % num_ranks.
@@ -291,7 +303,7 @@ def deal(
         rule = f"a document has {longest} tokens and rows are never longer than this"
         raise JobError("job/bad-value", "row_tokens", row_tokens, rule, legal=[longest])
     per_rank = row_tokens * num_ranks
-    rows_per_rank = -(-sum(lengths) // per_rank)
+    rows_per_rank = max(least_rows, -(-sum(lengths) // per_rank))
     while True:
         num_rows = rows_per_rank * num_ranks
         # of very many documents the work evens out by itself
@@ -363,7 +375,8 @@ def pack(stream: SampleStream, counters: Sequence[int], offsets: Sequence[int]) 
     """These samples in one row; without any, a filler of one token that nothing is learnt from."""
     if not counters:
         nothing = np.zeros(0, dtype=np.int64)
-        return MicroBatch(np.zeros(1, dtype=np.int64), (0,), nothing, nothing, (), (0,))
+        filler = np.zeros(1, dtype=np.int64)
+        return MicroBatch(filler, (0,), nothing, nothing, (), (FILLER_OFFSET,))
     documents = [stream.samples[stream.index(counter)] for counter in counters]
     tokens_S = np.concatenate([each.tokens for each in documents]).astype(np.int64)
     counted_S = np.concatenate([each.counted for each in documents])

@@ -12,6 +12,9 @@ Labels: compute "1F0" (grain stage), "1F0/layers.2" (unit), "1F0/layers.2.mlp" (
 activation exchange "<compute>@tp"; "gather:<unit>:F0" and "reduce:<unit>:0"; transfers as torch
 writes them, "0SEND_F3" and "1RECV_F3".
 
+A rank of a context axis has its part of the tokens of each micro-batch (a balanced layout is taken
+for granted: equal work), and parameters see the axis as one more data axis.
+
 Handles: "act:<stage>.<item>" leaves a stage forward ("act:-1.<item>" is the batch),
 "grad:<stage>.<item>" leaves it backward; "input:<block>.<item>" is what a block keeps of its input
 where it is gathered a second time, into ".../whole". "<unit>/shard", "<unit>/full" are parameters;
@@ -29,6 +32,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
+from math import ceil, prod
 
 from phalanx.action import Action, Compute, Program
 from phalanx.check_order import check_order
@@ -86,6 +90,7 @@ def lower(
     num_stages = order.num_stages(num_ranks)
     rank_of_stage = order.rank_of_stage(num_ranks)
     stages = split_units(work.units, num_stages, extra_layers)
+    work = _of_one_rank(work, mesh, specs)
     placed = Placed.of(work, stages, mesh, specs)
     ordered = order.order(num_ranks, work.num_items)
     check_order(ordered, num_stages, work.num_items, rank_of_stage)
@@ -112,6 +117,12 @@ def lower(
 def _of_families(specs: Sequence[Spec], families: Sequence[str]) -> list[Spec]:
     chosen = [spec for spec in specs if spec.family in families]
     return sorted(chosen, key=lambda spec: families.index(spec.family))  # stable: keeps the order
+
+
+def _of_one_rank(work: StepWork, mesh: Mesh, specs: Sequence[Spec]) -> StepWork:
+    """The same units on the tokens that a rank has of each micro-batch."""
+    parts = prod(mesh.degree(spec.axis) for spec in specs if spec.family == "context")
+    return replace(work, item_tokens=tuple(ceil(count / parts) for count in work.item_tokens))
 
 
 def _require_legal(mesh: Mesh, specs: Sequence[Spec], grain: str) -> None:

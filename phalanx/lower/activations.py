@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from math import ceil
 
 from phalanx.action import Action, Collective, Compute
+from phalanx.lower.attention_exchange import OF_HEADS, RING_PLACEMENT, heads_bytes
 from phalanx.lower.chunk import PARTIAL_PLACEMENT, SPLIT_PLACEMENTS, Chunk, Placed
-from phalanx.policy import Exchange, Spec, Step
+from phalanx.policy import Exchange, Rule, Spec, Step
 from phalanx.workload import Block
 
 
@@ -27,39 +28,48 @@ def exchange_activations(chunks: list[Chunk], placed: Placed, spec: Spec) -> Non
     Rules match "<block>.<module>" (or the block itself). The exchanges of a compute's modules come
     in module order in a forward pass and in reverse in a backward pass. A compute whose modules are
     split (or work on a part of the tokens or heads) does 1/degree of the work. Payload: tokens x
-    the block's output width, tokens padded to equal parts where they are gathered or scattered.
+    the block's output width, tokens padded to equal parts where they are gathered or scattered;
+    what attention exchanges by head is `attention_exchange.heads_bytes`.
+
+    Exchanges of a ring run beside the attention that they belong to, and what comes next waits for
+    both; at either end of a step, or where a compute is more than one block, they are waited for
+    like any other.
 
     The first gather of a step turns the handle that enters the step into the one that leaves it, so
     that ops find their whole input there; of the model's last block it gathers the output, from
     which the backward pass starts.
     """
-    degree = placed.mesh.degree(spec.axis)
-    if degree == 1:
+    if placed.mesh.degree(spec.axis) == 1:
         return
     blocks = {block.name: block for unit in placed.work.units for block in unit.blocks}
     rules = _Rules(spec)
     for chunk in chunks:
-        chunk.actions = _woven(chunk, placed, rules, blocks, degree)
+        chunk.actions = _woven(chunk, placed, rules, blocks)
 
 
-def _woven(
-    chunk: Chunk, placed: Placed, spec: _Rules, blocks: dict[str, Block], degree: int
-) -> list[Action]:
+def _woven(chunk: Chunk, placed: Placed, spec: _Rules, blocks: dict[str, Block]) -> list[Action]:
     out: list[Action] = []
     pending: tuple[str, ...] = ()  # exchanges that the next compute must wait for
     enters = _entering(chunk.step, placed)
+    degree, inner = placed.mesh.degree(spec.axis), _between_others(chunk)
+    previous: tuple[str, ...] = ()  # the compute before
     for action in chunk.actions:
         if not isinstance(action, Compute):
             out.append(action)
             continue
         inside = _blocks_of(action, placed, blocks)
-        before = _collectives(action, inside, spec, "before", degree)
-        after = _collectives(action, inside, spec, "after", degree)
+        before = _collectives(action, inside, spec, "before", placed)
+        after = _collectives(action, inside, spec, "after", placed)
         if enters and before and before[0].tensor == _flow(action):
             before[0] = replace(before[0], tensor=enters, into=_flow(action))
         enters = ""
         share = 1.0 / degree if _is_split(inside, spec) else 1.0
-        out.extend(_chain(before, pending))
+        if action.label in inner and _is_ring(action, spec):
+            beside = _chain([*before, *after], pending or previous)
+            chunk.beside[action.label] = tuple(each.label for each in beside[-1:])
+            out.extend(beside)
+            before = after = []
+        out.extend(_chain(before, pending or previous if _of_heads(before) else pending))
         pending = (before[-1].label,) if before else pending
         out.append(
             replace(
@@ -69,8 +79,10 @@ def _woven(
                 moved_bytes=action.moved_bytes * share,
             )
         )
-        out.extend(_chain(after, (action.label,)))
-        pending = (after[-1].label,) if after else ()
+        ended = (action.label, *chunk.beside.get(action.label, ()))
+        out.extend(_chain(after, ended))
+        pending = (after[-1].label,) if after else ended[1:]
+        previous = (action.label,)
     return out
 
 
@@ -81,31 +93,54 @@ def _blocks_of(action: Compute, placed: Placed, blocks: dict[str, Block]) -> lis
     return inside if action.phase == "F" else inside[::-1]
 
 
+def _between_others(chunk: Chunk) -> set[str]:
+    """Labels of the computes that are neither the first nor the last of their step."""
+    return {compute.label for _, compute in chunk.computes()[1:-1]}
+
+
+def _is_ring(action: Compute, spec: _Rules) -> bool:
+    """Whether the compute is one block whose exchanges go round a ring."""
+    rule = spec.rule_for(action.layer)
+    return rule is not None and rule.placement == RING_PLACEMENT
+
+
+def _of_heads(collectives: Sequence[Collective]) -> bool:
+    """Whether they carry what the compute before has made, not what enters the block."""
+    return any(each.tensor.startswith(OF_HEADS) for each in collectives)
+
+
 def _exchanges(
     inside: list[Block], spec: _Rules, phase: str, at: str
-) -> Iterator[tuple[Block, Exchange]]:
+) -> Iterator[tuple[Block, Rule, Exchange]]:
     for block in inside:
         names = [f"{block.name}.{module.name}" for module in block.modules]
         around = spec.rule_for(block.name)
         rules = [spec.rule_for(name) for name in (names if phase == "F" else reversed(names))]
         # an embedding is a block and its only module: one rule, applied once
         for rule in [around, *(rule for rule in rules if rule != around)]:
-            for exchange in rule.exchanges if rule else ():
-                of_activations = exchange.of in ("activations", "inputs")
-                if of_activations and (exchange.phase, exchange.at) == (phase, at):
-                    yield block, exchange
+            if rule is None:
+                continue
+            for exchange in rule.exchanges:
+                is_of_flow = exchange.of in ("activations", "inputs", *OF_HEADS)
+                if is_of_flow and (exchange.phase, exchange.at) == (phase, at):
+                    yield block, rule, exchange
 
 
 def _collectives(
-    action: Compute, inside: list[Block], spec: _Rules, at: str, degree: int
+    action: Compute, inside: list[Block], spec: _Rules, at: str, placed: Placed
 ) -> list[Collective]:
     phase = "F" if action.phase == "F" else "B"
     if action.phase == "W":  # weight gradients need nothing from other ranks
         return []
     collectives = []
-    for index, (block, exchange) in enumerate(_exchanges(inside, spec, phase, at)):
+    degree = placed.mesh.degree(spec.axis)
+    for index, (block, rule, exchange) in enumerate(_exchanges(inside, spec, phase, at)):
         tensor, into = _handles(action, block, exchange)
-        num_tokens = _num_tokens(action, exchange, degree)
+        if exchange.of in OF_HEADS:
+            heads = placed.heads[block.name]
+            payload = heads_bytes(action, heads, rule, exchange, degree, placed)
+        else:
+            payload = _num_tokens(action, exchange, degree) * block.out_bytes_per_token
         collectives.append(
             Collective(
                 collective=exchange.collective,
@@ -118,7 +153,7 @@ def _collectives(
                 layer=block.name,
                 tensor=tensor,
                 into=into,
-                payload_bytes=num_tokens * block.out_bytes_per_token,
+                payload_bytes=payload,
             )
         )
     return collectives
@@ -133,6 +168,9 @@ def _handles(action: Compute, block: Block, exchange: Exchange) -> tuple[str, st
     """What is exchanged, and where to ("": in place)."""
     if exchange.of == "activations":
         return _flow(action), ""
+    if exchange.of in OF_HEADS:
+        made = f"{exchange.of}:{block.name}.{action.phase}{action.item}.{exchange.at}"
+        return made, f"{made}/exchanged"
     kept = f"input:{block.name}.{action.item}"
     return kept, f"{kept}/whole"
 

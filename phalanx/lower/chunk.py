@@ -7,9 +7,10 @@ from dataclasses import dataclass, field, replace
 from math import ceil, prod
 
 from phalanx.action import Action, Compute
+from phalanx.layout.tensor_split import kv_heads_of
 from phalanx.mesh import Mesh
 from phalanx.policy import Spec, Step
-from phalanx.workload import Block, Module, StepWork, Unit
+from phalanx.workload import Block, Heads, Module, StepWork, Unit
 
 # Words of the binder that cut a module's weight for good over a model axis (Rule.dim says where).
 SPLIT_PLACEMENTS = ("column", "row", "vocab")
@@ -26,11 +27,14 @@ class Chunk:
         step: which stage, kind and micro-batch.
         actions: computes at first; passes weave their actions around them.
         units: names of the units that the step computes, in the order of its computes.
+        beside: label of a compute -> the exchanges that run while it does, which must have ended
+            before its output is used.
     """
 
     step: Step
     actions: list[Action]
     units: tuple[str, ...]
+    beside: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
     def computes(self) -> list[tuple[int, Compute]]:
         """Position and action of each compute."""
@@ -64,6 +68,7 @@ class Placed:
         mesh: the devices.
         unit_of: unit by name.
         shapes: unit -> weight shapes that one rank holds once model axes have cut them.
+        heads: attention block -> the heads that one rank computes, likewise.
         token_parts: parts that the tokens between blocks are split into (sequence parallelism).
         reduced: (unit, item) -> label of its latest gradient reduction, for the next data axis.
         sharded: unit -> degree over which data axes have cut its gradients so far.
@@ -74,6 +79,7 @@ class Placed:
     mesh: Mesh
     unit_of: dict[str, Unit]
     shapes: dict[str, list[tuple[int, ...]]]
+    heads: dict[str, Heads]
     token_parts: int = 1
     reduced: dict[tuple[str, int], str] = field(default_factory=dict)
     sharded: dict[str, int] = field(default_factory=dict)
@@ -91,8 +97,14 @@ class Placed:
                 for block in unit.blocks
                 for module in block.modules
             ]
+        heads = {
+            block.name: _local_heads(block, block.heads, cutting, mesh)
+            for unit in work.units
+            for block in unit.blocks
+            if block.heads is not None
+        }
         parts = prod(mesh.degree(spec.axis) for spec in cutting if _splits_tokens(spec))
-        return Placed(work, stages, mesh, {u.name: u for u in work.units}, shapes, parts)
+        return Placed(work, stages, mesh, {u.name: u for u in work.units}, shapes, heads, parts)
 
     def tokens_between(self, item: int) -> int:
         """Tokens of a micro-batch that one rank holds between blocks."""
@@ -147,3 +159,15 @@ def _local_shape(
         if rule is not None and rule.placement in SPLIT_PLACEMENTS:
             shape[rule.dim] = ceil(shape[rule.dim] / mesh.degree(spec.axis))
     return tuple(shape)
+
+
+def _local_heads(block: Block, heads: Heads, specs: Sequence[Spec], mesh: Mesh) -> Heads:
+    """Of one rank, where its query projection is cut by output."""
+    rules = ((spec.axis, spec.rule_for(f"{block.name}.q_proj")) for spec in specs)
+    degree = prod(
+        mesh.degree(axis) for axis, rule in rules if rule and rule.placement in SPLIT_PLACEMENTS
+    )
+    if degree == 1:
+        return heads
+    of_rank = kv_heads_of(heads.query, heads.key_value, degree, 0)
+    return Heads(ceil(heads.query / degree), len(of_rank), heads.head_bytes)

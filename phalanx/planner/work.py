@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from math import ceil
 
 from phalanx.errors import JobError
@@ -11,7 +12,7 @@ from phalanx.mesh import Mesh
 from phalanx.models.config import DTYPE_BYTES, DecoderConfig
 from phalanx.models.operators import Operator, operators
 from phalanx.models.spec import LoraSpec, canonical_tensors
-from phalanx.workload import Block, Module, StepWork, Unit, toy_work
+from phalanx.workload import Block, Heads, Module, StepWork, Unit, toy_work
 
 _DATA_AXES = ("replicate", "shard")
 _LONGEST_ROW = 4096
@@ -84,7 +85,13 @@ def model_work(
     units = tuple(
         Unit(
             name=unit,
-            blocks=tuple(_block(name, by_block[name], shapes, width) for name in names),
+            blocks=tuple(
+                replace(
+                    _block(name, by_block[name], shapes, width),
+                    heads=_heads(config, by_block[name]),
+                )
+                for name in names
+            ),
             trainable_params=None
             if lora is None
             else sum(op.num_trained for name in names for op in by_block[name]),
@@ -125,3 +132,13 @@ def _block(
         saved_bytes_per_token=sum(op.saved_bytes_per_token for op in inside),
         out_bytes_per_token=width,
     )
+
+
+def _heads(config: DecoderConfig, inside: Sequence[Operator]) -> Heads | None:
+    """Of an attention block, that of its layer kind."""
+    layer = inside[0].layer
+    if layer is None or not block_of(inside[0]).endswith(".self_attn"):
+        return None
+    kind = config.attention(layer)
+    head_bytes = float(kind.head_dim * DTYPE_BYTES[config.dtype])
+    return Heads(kind.num_heads, kind.num_kv_heads, head_bytes)

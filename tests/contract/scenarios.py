@@ -15,17 +15,25 @@ from phalanx.action import Action, Compute, Program
 from phalanx.cost.table import TableCost
 from phalanx.drive import drive
 from phalanx.mesh import Mesh
+from phalanx.models.spec import small_config
+from phalanx.planner.work import model_work
 from phalanx.policy import Event, Order, React, Step, View
 from phalanx.registry import SHAPE_OF_FAMILY, Entry
 from phalanx.trace import Trace
+from phalanx.workload import StepWork
 from phalanx.worlds.base import World
 from phalanx.worlds.faults import Fault, FaultScript
 from phalanx.worlds.replay import RECORDING, RecordingWorld
 from phalanx.worlds.sim import SimWorld
 from phalanx.worlds.sim_serving import SimEngine, SimRequest
 
-# An option without a default gets a small value of its type.
+# An option without a default gets a small value of its type; rows are a schedule that is written
+# down: two ranks, five micro-batches.
 _SMALL: dict[str, Any] = {"int": 4, "float": 0.5, "bool": True, "str": "x"}
+_SMALL["tuple[str, ...]"] = (
+    "0F0,0F1,0B0,0F2,0I1,0W1,0F3,0B2,0F4,0B3,0B4",
+    "1F0,1B0,1F1,1I1,1F2,1B2,1W1,1F3,1B3,1F4,1B4",
+)
 
 COST = TableCost({}, missing_s=1.0)
 ITEM_TOKENS = (5, 3, 8, 1, 6, 2, 7, 4, 9)  # of the micro-batches, as many as are asked for
@@ -47,6 +55,15 @@ def make(entry: Entry, **options: Any) -> Any:
         if each.default is MISSING and each.default_factory is MISSING:
             options.setdefault(each.name, _SMALL[str(each.type)])
     return registry.build(entry.family, {"name": entry.name} | options)
+
+
+def decoder_work(num_layers: int, item_tokens: Sequence[int]) -> StepWork:
+    """What Specs are lowered with: attention and feed-forward, heads that 2 to 5 ranks share."""
+    config = small_config(
+        vocab_size=13, hidden_size=8, intermediate_size=60, num_layers=num_layers, num_heads=60,
+        num_kv_heads=12, head_dim=2, dtype="float32",
+    )  # fmt: skip
+    return model_work(config, item_tokens)
 
 
 @dataclass(frozen=True, kw_only=True)

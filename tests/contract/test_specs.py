@@ -18,21 +18,29 @@ from phalanx.lower import lower
 from phalanx.mesh import Mesh
 from phalanx.policy import Spec
 from phalanx.registry import Entry
-from phalanx.workload import toy_work
 from phalanx.worlds.replay import ReplayWorld
 from phalanx.worlds.sim import SimWorld
 from tests.contract.planned_inputs import play_locally, play_programs
-from tests.contract.scenarios import COST, ITEM_TOKENS, OneByOne, make, name_of, of_shape
+from tests.contract.scenarios import (
+    COST,
+    ITEM_TOKENS,
+    OneByOne,
+    decoder_work,
+    make,
+    name_of,
+    of_shape,
+)
 from tests.ranks import run_ranks
 
 GRAINS = ("unit", "operator")
 NUM_STEPS = 2
+TRAVEL = ("params", "grads", "activations", "inputs", "keys_values", "queries", "heads")
 SPECS = of_shape("spec")
 every_spec = pytest.mark.parametrize("entry", SPECS, ids=name_of)
 
 
 def lowered(spec: Spec, degree: int = 2, num_items: int = 3, grain: str = "operator") -> Program:
-    work = toy_work(3, ITEM_TOKENS[:num_items])
+    work = decoder_work(3, ITEM_TOKENS[:num_items])
     return lower(work, Mesh({spec.axis: degree}), OneByOne(), [spec], grain=grain)
 
 
@@ -45,7 +53,7 @@ def test_rules_are_the_same_each_time_and_speak_the_binders_words(entry: Entry):
         for exchange in rule.exchanges:
             assert exchange.collective in COLLECTIVES
             assert exchange.phase in ("F", "B") and exchange.at in ("before", "after")
-            assert exchange.of in ("params", "grads", "activations", "inputs")
+            assert exchange.of in TRAVEL
             assert exchange.when in ("always", "sharded", "last")
 
 
@@ -54,7 +62,7 @@ def test_rules_are_the_same_each_time_and_speak_the_binders_words(entry: Entry):
 def test_a_degree_of_one_adds_nothing(entry: Entry, grain: str):
     spec = make(entry)
     alone = lowered(spec, degree=1, grain=grain)
-    work = toy_work(3, ITEM_TOKENS[:3])
+    work = decoder_work(3, ITEM_TOKENS[:3])
     assert alone == lower(work, Mesh({spec.axis: 1}), OneByOne(), grain=grain)
 
 
@@ -63,7 +71,7 @@ def test_the_axis_is_an_option_and_must_be_in_the_mesh(entry: Entry):
     spec = make(entry, axis="elsewhere")
     assert {a.axis for a in lowered(spec).of(0) if hasattr(a, "axis")} == {"elsewhere"}
     with pytest.raises(PlanError) as caught:
-        lower(toy_work(3, ITEM_TOKENS[:3]), Mesh(other=2), OneByOne(), [spec])
+        lower(decoder_work(3, ITEM_TOKENS[:3]), Mesh(other=2), OneByOne(), [spec])
     assert caught.value.code == "plan/illegal" and caught.value.legal == ("other",)
 
 
@@ -111,7 +119,7 @@ def test_specs_compose_with_every_schedule(entry: Entry, order: Entry):
     num_layers = 2 * schedule.num_stages(2)
     mesh = Mesh({"pp": 2, spec.axis: 2})
     for grain, num_items in product(GRAINS, (2, 4)):
-        work = toy_work(num_layers, ITEM_TOKENS[:num_items])
+        work = decoder_work(num_layers, ITEM_TOKENS[:num_items])
         try:
             program = lower(work, mesh, schedule, [spec], grain=grain)
         except PlanError as error:
@@ -125,7 +133,7 @@ def test_specs_of_different_families_compose():
     first_of_family = {entry.family: make(entry) for entry in reversed(SPECS)}
     specs = [replace(spec, axis=family) for family, spec in first_of_family.items()]
     mesh = Mesh(dict.fromkeys(first_of_family, 2))
-    program = lower(toy_work(3, ITEM_TOKENS[:3]), mesh, OneByOne(), specs)
+    program = lower(decoder_work(3, ITEM_TOKENS[:3]), mesh, OneByOne(), specs)
     check_program(program)
     used = {action.axis for action in program.of(0) if hasattr(action, "axis")}
     assert used == set(first_of_family)
