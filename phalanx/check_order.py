@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from phalanx.errors import CheckError, nearest_numbers
 from phalanx.policy import Step
@@ -56,6 +56,7 @@ def check_order(
     num_stages: int,
     num_items: int,
     rank_of_stage: Sequence[int],
+    place: Callable[[int, int], str] = "rank {}, slot {}".format,
 ) -> None:
     """Raise unless a compute-only schedule is complete and can run.
 
@@ -68,27 +69,38 @@ def check_order(
         lists: steps of each rank.
         num_stages, num_items: how many there are.
         rank_of_stage: index into `lists` of the rank that holds each stage.
+        place: what errors call a cell, from its rank and slot.
 
     Raises:
         CheckError: `order/illegal` for a step that no stage, item or rank can have,
             `order/doubled`, `order/missing`, `check/deadlock`; all print the grid, marked.
     """
-    cell_of = _cells(lists, num_stages, num_items, rank_of_stage)
-    _require_complete(lists, num_stages, num_items, rank_of_stage, cell_of)
-    _require_progress(lists, num_stages)
+    try:
+        cell_of = _cells(lists, num_stages, num_items, rank_of_stage)
+        _require_complete(lists, num_stages, num_items, rank_of_stage, cell_of)
+        _require_progress(lists, num_stages)
+    except _Faulty as fault:
+        grid = format_grid(lists, fault.cells)
+        where = place(*fault.cells[0])
+        raise CheckError(
+            fault.code, where, fault.value, fault.rule, legal=fault.legal, detail=grid
+        ) from None
 
 
-def _error(
-    code: str,
-    lists: Sequence[Sequence[Step]],
-    cells: Sequence[Cell],
-    value: object,
-    rule: str,
-    legal: Iterable[object] = (),
-) -> CheckError:
-    rank, slot = cells[0]
-    grid = format_grid(lists, cells)
-    return CheckError(code, f"rank {rank}, slot {slot}", value, rule, legal=legal, detail=grid)
+class _Faulty(Exception):
+    """What is wrong, and in which cells; the first one names the place."""
+
+    def __init__(
+        self,
+        code: str,
+        cells: Sequence[Cell],
+        value: object,
+        rule: str,
+        legal: Iterable[object] = (),
+    ) -> None:
+        super().__init__(rule)
+        self.code, self.cells, self.value = code, cells, value
+        self.rule, self.legal = rule, legal
 
 
 def _cells(
@@ -100,7 +112,7 @@ def _cells(
         for slot, step in enumerate(steps):
             here = [(rank, slot)]
             if step.kind not in KINDS:
-                raise _error("order/illegal", lists, here, step, "no such kind", KINDS)
+                raise _Faulty("order/illegal", here, step, "no such kind", KINDS)
             for name, value, size in (
                 ("stage", step.stage, num_stages),
                 ("item", step.item, num_items),
@@ -108,13 +120,13 @@ def _cells(
                 if not 0 <= value < size:
                     rule = f"there are {size} {name}s"
                     near = nearest_numbers(value, range(size), 1)
-                    raise _error("order/illegal", lists, here, step, rule, near)
+                    raise _Faulty("order/illegal", here, step, rule, near)
             if rank_of_stage[step.stage] != rank:
                 rule = f"rank {rank_of_stage[step.stage]} holds stage {step.stage}"
-                raise _error("order/illegal", lists, here, step, rule)
+                raise _Faulty("order/illegal", here, step, rule)
             if step in cell_of:
                 rule = "comes twice"
-                raise _error("order/doubled", lists, [*here, cell_of[step]], step, rule)
+                raise _Faulty("order/doubled", [*here, cell_of[step]], step, rule)
             cell_of[step] = here[0]
     return cell_of
 
@@ -136,14 +148,14 @@ def _require_complete(
                 step = Step(stage, "I" if "I" in has else "W", item)
                 rule = f"comes beside the whole backward pass {Step(stage, 'B', item)}"
                 cells = [cell_of[step], cell_of[Step(stage, "B", item)]]
-                raise _error("order/doubled", lists, cells, step, rule)
+                raise _Faulty("order/doubled", cells, step, rule)
             missing = "" if "F" in has else "F"
             if trains and not missing and "B" not in has:
                 missing = next((kind for kind in "IW" if kind not in has), "")
                 missing = "B" if has == ["F"] else missing
             if missing:
                 step = Step(stage, missing, item)
-                raise _error("order/missing", lists, end, step, "is missing")
+                raise _Faulty("order/missing", end, step, "is missing")
 
 
 def _require_progress(lists: Sequence[Sequence[Step]], num_stages: int) -> None:
@@ -163,7 +175,7 @@ def _require_progress(lists: Sequence[Sequence[Step]], num_stages: int) -> None:
         step = lists[rank][slot]
         needs = " and ".join(map(str, _lacking(step, done, num_stages)))
         rule = f"can never start: it needs {needs}, which waits in turn; first waiting cells marked"
-        raise _error("check/deadlock", lists, heads, step, rule)
+        raise _Faulty("check/deadlock", heads, step, rule)
 
 
 def _lacking(step: Step, done: set[Step], num_stages: int) -> Iterator[Step]:

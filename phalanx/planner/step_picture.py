@@ -12,10 +12,13 @@ from typing import Any, NamedTuple
 
 from phalanx.errors import JobError
 from phalanx.mesh import Mesh
+from phalanx.policy import Step
 from phalanx.trace import Trace
 from phalanx.units import format_s
+from phalanx.worlds.pipeline_arrays import Played
 
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
+_WEIGHTS = "ABCDEFGHIJKLMNPQRSTUVWXYZ"  # O is the optimizer
 # Okabe and Ito's colours, which people with any kind of colour vision can tell apart
 _COLOURS = {"F": "#56b4e9", "B": "#e69f00", "I": "#e69f00", "W": "#009e73", "O": "#cc79a7"}
 _NAMES = {
@@ -23,6 +26,7 @@ _NAMES = {
     "O": "optimizer",
 }  # fmt: skip
 _MOST_LABELS = 400  # more numbers than this are unreadable
+_PALEST = 0.45  # colour of the first of a rank's chunks, as a share of that of the last
 
 
 class PassSpan(NamedTuple):
@@ -67,11 +71,22 @@ def _of_rank(trace: Trace, place: int, rank: int) -> Iterator[PassSpan]:
     yield from found.values()
 
 
+def played_spans(played: Played) -> list[PassSpan]:
+    """The passes of a schedule that `pipeline_arrays` has played, of its first replica."""
+    times = zip(played.wired.rows, played.start_s[:, 0].tolist(), played.end_s[:, 0].tolist())
+    spans = [
+        PassSpan(row.rank, str(row.step), row.step.kind, row.step.item, start_s, end_s)
+        for row, start_s, end_s in times
+    ]
+    return sorted(spans, key=lambda span: (span.place, span.start_s))
+
+
 def timeline_text(spans: Sequence[PassSpan], width: int = 91, most_places: int = 16) -> str:
     """The step in `width` equal moments, a line per place, as many as fit.
 
-    A digit is the forward pass of a micro-batch (its last digit), a letter a backward pass (a: 0,
-    b: 1 ...), O the optimizer, a point is waiting.
+    A digit is the forward pass of a micro-batch (its last digit), a letter a backward pass or input
+    gradient (a: 0, b: 1 ...), a capital a weight gradient (without O), O the optimizer, a point is
+    waiting.
     """
     if not spans:
         return ""
@@ -88,14 +103,18 @@ def timeline_text(spans: Sequence[PassSpan], width: int = 91, most_places: int =
         lines.append(f"rank {place:<3} {''.join(cells)}")
     if len(places) > most_places:
         lines.append(f"({len(places) - most_places} more ranks not shown)")
-    legend = "0-9 forward, a-z backward of a micro-batch, O optimizer, . waiting"
+    weights = ", A-Z weight gradient" if any(span.phase == "W" for span in spans) else ""
+    legend = f"0-9 forward, a-z backward of a micro-batch{weights}, O optimizer, . waiting"
     return "\n".join([*lines, f"         0 s to {format_s(end_s)}: {legend}"])
 
 
 def _sign(span: PassSpan) -> str:
     if span.phase == "F":
         return str(span.item % 10)
-    return "O" if span.phase == "O" else _LETTERS[span.item % len(_LETTERS)]
+    if span.phase == "O":
+        return "O"
+    letters = _WEIGHTS if span.phase == "W" else _LETTERS
+    return letters[span.item % len(letters)]
 
 
 def draw_step(spans: Sequence[PassSpan], title: str, path: str) -> None:
@@ -115,18 +134,20 @@ def draw_step(spans: Sequence[PassSpan], title: str, path: str) -> None:
     figure = Figure(figsize=(11, 1.4 + 0.32 * len(places)))
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    for phase, colour in _COLOURS.items():
-        for place in places:
-            bars = [(s.start_s, s.end_s - s.start_s) for s in spans
-                    if (s.place, s.phase) == (place, phase)]  # fmt: skip
-            axes.broken_barh(bars, (place - 0.4, 0.8), facecolors=colour, edgecolors="white",
-                             linewidth=0.3)  # fmt: skip
+    for place in places:
+        own = [span for span in spans if span.place == place]
+        bars = [(span.start_s, span.end_s - span.start_s) for span in own]
+        axes.broken_barh(bars, (place - 0.4, 0.8), facecolors=_shades(own), edgecolors="white",
+                         linewidth=0.3)  # fmt: skip
     if len(spans) <= _MOST_LABELS:
         _number(axes, spans)
     axes.set_ylim(max(places) + 0.6, min(places) - 0.6)
     axes.set_yticks(places, [f"rank {place}" for place in places])
     axes.set_xlim(0, max(span.end_s for span in spans))
-    axes.set_xlabel("seconds, simulated")
+    several = any(len(set(_shades([s for s in spans if s.place == p and s.phase == "F"]))) > 1
+                  for p in places)  # fmt: skip
+    note = "; the paler, the earlier a rank's chunk is in the model" if several else ""
+    axes.set_xlabel(f"seconds, simulated{note}")
     axes.set_title(title, fontsize=10, loc="left")
     shown = {span.phase for span in spans}
     handles = [Patch(color=_COLOURS[p], label=_NAMES[p]) for p in _COLOURS if p in shown]
@@ -139,6 +160,23 @@ def draw_step(spans: Sequence[PassSpan], title: str, path: str) -> None:
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise JobError("cli/file", "--picture", path, f"cannot be written: {reason}") from error
+
+
+def _shades(spans: Sequence[PassSpan]) -> list[tuple[float, ...]]:
+    """A colour per span of one rank: that of its phase, paler for earlier chunks of the model."""
+    steps = [Step.parse(span.name) for span in spans]
+    stages = sorted({step.stage for step in steps if step is not None})
+    strength = {stage: _PALEST + (1 - _PALEST) * (at + 1) / len(stages)
+                for at, stage in enumerate(stages)}  # fmt: skip
+    return [
+        _on_white(_COLOURS[span.phase], 1.0 if step is None else strength[step.stage])
+        for span, step in zip(spans, steps)
+    ]
+
+
+def _on_white(colour: str, share: float) -> tuple[float, ...]:
+    parts = (int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5))
+    return tuple(round(1 - share * (1 - part), 3) for part in parts)
 
 
 def _number(axes: Any, spans: Sequence[PassSpan]) -> None:

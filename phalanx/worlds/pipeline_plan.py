@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -75,6 +76,24 @@ class PipelinePlan:
         check_order(self.lists, self.num_stages, self.num_items, self.rank_of_stage)
         if all(step.kind == "F" for steps in self.lists for step in steps):
             raise PlanError("order/missing", "lists", None, "a step needs backward passes")
+        self._require_shapes(len(self.shapes.inputs))
+
+    def with_shapes(self, shapes: PlannedShapes) -> PipelinePlan:
+        """The same lists for micro-batches of other sizes; the lists are not checked again.
+
+        Raises:
+            PlanError: `order/illegal` for another number of stages or micro-batches.
+        """
+        other = copy(self)
+        object.__setattr__(other, "shapes", shapes)
+        other._require_shapes(self.num_items)
+        return other
+
+    def _require_shapes(self, num_items: int) -> None:
+        if len(self.shapes.inputs) != num_items:
+            rule = "the lists are for another number of micro-batches"
+            given = len(self.shapes.inputs)
+            raise PlanError("order/illegal", "shapes.inputs", given, rule, legal=[num_items])
         sizes = [len(self.shapes.outputs), *map(len, self.shapes.outputs)]
         planned = [self.num_stages, *[self.num_items] * self.num_stages]
         if sizes != planned:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -48,18 +48,31 @@ class SpanLog:
 
 
 class FollowedList(list):
-    """A list of actions whose next pass is followed by a log."""
+    """A list of actions whose next pass is followed by a log.
 
-    def __init__(self, actions: list[Any], log: SpanLog) -> None:
+    Args:
+        actions: of one rank.
+        log: that follows.
+        after: called with each action when it has ended, outside its span.
+    """
+
+    def __init__(
+        self, actions: list[Any], log: SpanLog, after: Callable[[Any], None] | None = None
+    ) -> None:
         super().__init__(actions)
-        self._log, self._armed = log, False
+        self._log, self._after, self._armed = log, after, False
 
     def arm(self) -> None:
         """The next iteration is the execution of a step."""
         self._armed = True
-        self._log.restart()
 
     def __iter__(self) -> Iterator[Any]:
         armed, self._armed = self._armed, False
         actions = super().__iter__()
-        return self._log.follow(actions) if armed else actions
+        return self._log.follow(self._ended(actions)) if armed else actions
+
+    def _ended(self, actions: Iterator[Any]) -> Iterator[Any]:
+        for action in actions:
+            yield action
+            if self._after is not None:
+                self._after(action)

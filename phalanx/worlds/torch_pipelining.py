@@ -16,6 +16,7 @@ passes through a stage. Changed here, and why:
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import takewhile
 from typing import Any
 
@@ -36,7 +37,7 @@ from torch.distributed.pipelining.schedules import (
 from torch.distributed.pipelining.stage import _RecvInfo
 
 from phalanx.errors import WorldError
-from phalanx.worlds.pipeline_plan import PipelinePlan, Planned
+from phalanx.worlds.pipeline_plan import PipelinePlan, Planned, PlannedShapes
 from phalanx.worlds.torch_log import FollowedList, SpanLog
 
 
@@ -92,6 +93,9 @@ class TorchPipeline:
         group: ranks of the pipeline in the order of their coordinates (None: all).
         device: where modules and activations lie.
         axis: name of the pipeline axis in trace rows.
+        log: that spans are added to, with its own origin, for a caller that logs more than this
+            (None: one of this pipeline's, which forgets a step when the next begins).
+        after: called with kind ("F", "B", "I", "W"), stage and item of each compute that has ended.
 
     Raises:
         PlanError: `order/illegal` when group or modules do not fit the plan.
@@ -106,11 +110,13 @@ class TorchPipeline:
         group: dist.ProcessGroup | None = None,
         device: torch.device | str = "cpu",
         axis: str = "pp",
+        log: SpanLog | None = None,
+        after: Callable[[str, int, int], None] | None = None,
     ) -> None:
         self.plan, self.axis, self.rank = plan, axis, dist.get_rank(group)
         plan.require_fit(dist.get_world_size(group), self.rank, list(modules))
         self._group, device = group, torch.device(device)
-        self._log = SpanLog(device)
+        self._log, self._keeps_log = log or SpanLog(device), log is not None
         self._stages = [
             _PlannedStage(plan, stage, modules[stage], self._log, device, group)
             for stage in plan.stages_of(self.rank)
@@ -120,7 +126,8 @@ class TorchPipeline:
         )
         self._runtime._prepare_schedule_with_comms(_lower(plan), format="compute_comms")
         lists = self._runtime.pipeline_order_with_comms
-        self._actions = lists[self.rank] = FollowedList(lists[self.rank], self._log)
+        ended = None if after is None else partial(_tell, after)
+        self._actions = lists[self.rank] = FollowedList(lists[self.rank], self._log, ended)
 
     def step(
         self,
@@ -149,6 +156,8 @@ class TorchPipeline:
         for stage in self._stages:
             stage.clear_runtime_states()
         self._runtime.losses = {}
+        if not self._keeps_log:
+            self._log.restart()
         self._actions.arm()
         self._runtime._step_microbatches(
             arguments,
@@ -158,6 +167,18 @@ class TorchPipeline:
             loss_kwargs={"num_counted_global": num_counted_global},
         )
         return [loss for _, loss in sorted(self._runtime.losses.items())]
+
+    def set_shapes(self, shapes: PlannedShapes) -> None:
+        """Plan the next steps for micro-batches of other sizes, as many as before.
+
+        All ranks of the pipeline call it with the same shapes between two steps; nothing is sent.
+
+        Raises:
+            PlanError: `order/illegal` for another number of stages or micro-batches.
+        """
+        self.plan = self.plan.with_shapes(shapes)
+        for stage in self._stages:
+            stage.set_shapes(shapes)
 
     def _checked(self, inputs: Sequence[Tensor] | None) -> list[tuple[Tensor]] | None:
         if self.plan.rank_of_stage[0] != self.rank:
@@ -179,12 +200,13 @@ class TorchPipeline:
         """What this rank executed in the latest step, as rows for `TraceBuilder.extend`.
 
         A compute starts when its input has arrived. A transfer's row is its posting: it takes place
-        between that and the compute that needs it. Times are seconds since this rank constructed
-        its pipeline. FSDP's actions appear only where a stage is wrapped by it.
+        between that and the compute that needs it. Times are seconds since the log was made: with
+        this pipeline, unless it was given. FSDP's actions appear only where a stage is wrapped by
+        it.
         """
         rows = []
         for action, start_s, end_s in self._log.spans_s():
-            columns = self._columns(action)
+            columns = self._columns(action) if isinstance(action, _Action) else None
             if columns is not None:
                 row = {"rank": dist.get_rank(), "step": step, "action_id": str(action)}
                 rows.append(row | {"start_s": start_s, "dur_s": end_s - start_s} | columns)
@@ -213,6 +235,11 @@ class TorchPipeline:
         }
 
 
+def _tell(after: Callable[[str, int, int], None], action: _Action) -> None:
+    if action.is_compute_op:
+        after(action.computation_type.value, action.stage_index, action.microbatch_index)
+
+
 def _dtype(planned: Planned) -> torch.dtype:
     return getattr(torch, planned.dtype)
 
@@ -239,15 +266,20 @@ class _PlannedStage(PipelineStage):
         group: dist.ProcessGroup | None,
     ) -> None:
         super().__init__(module, stage, plan.num_stages, device, group=group)
-        self._shapes, self._log = plan.shapes, log
+        self._log = log
         self.chunks, self.has_backward = plan.num_items, True
         self._runtime_validate = False  # torch's own check knows one shape per stage only
         self.act_send_info = {0: [] if self.is_last else [stage + 1]}
-        for item in range(plan.num_items):
-            into, out_of = self._shapes.entering(stage, item), self._shapes.leaving(stage, item)
+        self.set_shapes(plan.shapes)
+
+    def set_shapes(self, shapes: PlannedShapes) -> None:
+        """What the receives of the next steps expect; buffers are allocated by the receives."""
+        self._shapes, stage = shapes, self.stage_index
+        for item in range(self.chunks):
+            into, out_of = shapes.entering(stage, item), shapes.leaving(stage, item)
             self.args_recv_info[item] = () if self.is_first else (_receive(stage - 1, into),)
             self.grad_recv_info[item] = () if self.is_last else (_receive(stage + 1, out_of),)
-        one = (_meta(self._shapes.entering(stage, 0)),)  # torch reads how many there are
+        one = (_meta(shapes.entering(stage, 0)),)  # torch reads how many there are
         self._stage_meta = _StageMeta(inputs=one, input_grads=one)
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:

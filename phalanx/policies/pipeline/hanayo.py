@@ -73,15 +73,15 @@ class Hanayo(Order):
             for rank, leg in arrivals.pop(tick, ()):
                 ranks[rank].waiting[leg] += 1
             for at in ranks:
-                leg = at.begin(tick)
-                if leg is None:
+                begun = at.begin(tick)
+                if begun is None:
                     continue
                 left -= 1
-                then = at.rank + (1 if leg % 2 == 0 else -1)
+                then = at.rank + (1 if begun % 2 == 0 else -1)
                 if 0 <= then < num_ranks:
-                    arrivals[at.free_at].append((then, leg))
-                elif leg < last_leg:  # the turn
-                    arrivals[at.free_at].append((at.rank, leg + 1))
+                    arrivals[at.free_at].append((then, begun))
+                elif begun < last_leg:  # the turn
+                    arrivals[at.free_at].append((at.rank, begun + 1))
             tick += 1
         return [at.steps for at in ranks]
 
