@@ -25,21 +25,19 @@ Differences and limits: blocks of 2 MiB and more go back to the system when they
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from math import prod
 
+from phalanx.cost.step_saved import saved_bytes_per_token
 from phalanx.cost.step_work import Workload
 from phalanx.mesh import Mesh
 from phalanx.models.config import DTYPE_BYTES, DecoderConfig
-from phalanx.models.operators import Operator, operators
 from phalanx.models.spec import TensorSpec, canonical_tensors, lora_tensors
 from phalanx.policy import Rule, Spec
 
 LOGIT_CHUNK_BYTES = 1 << 27  # ops.loss holds at most so many bytes of logits
-# products whose input a norm or a gate has made of what is kept anyway (`engines.recompute`)
-_MADE_BY_NORM = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
-_MADE_BY_GATE = ("down_proj", "per_layer_projection")
 
 
 @dataclass(frozen=True)
@@ -80,19 +78,36 @@ def shard_spec(specs: Iterable[Spec]) -> Spec | None:
     return next((s for s in specs if s.rules()[-1].placement == "shard"), None)
 
 
-def units_of(
-    config: DecoderConfig, work: Workload, specs: Sequence[Spec], mesh: Mesh, master_bytes: int
-) -> list[Unit]:
-    """The units of a decoder with a rank's sizes (`cost.local_shapes`)."""
+def shard_degree(specs: Iterable[Spec], mesh: Mesh, work: Workload) -> int:
+    """Ranks that share the weights: those of the sharding axis, and of a context axis with it."""
     shard = shard_spec(specs)
-    degree = mesh.degree(shard.axis) if shard else 1
+    return mesh.degree(shard.axis) * work.context_degree if shard else 1
+
+
+def units_of(
+    config: DecoderConfig,
+    work: Workload,
+    specs: Sequence[Spec],
+    mesh: Mesh,
+    master_bytes: int,
+    holds: Callable[[str], bool] = lambda tensor: True,
+) -> list[Unit]:
+    """The units of a decoder with a rank's sizes (`cost.local_shapes`).
+
+    Args:
+        holds: whether the rank holds a tensor (`cost.pipeline_parts`).
+    """
+    shard = shard_spec(specs)
+    degree = shard_degree(specs, mesh, work)
     stored = DTYPE_BYTES[config.dtype]
+    named = canonical_tensors(config)
     adapters = list(lora_tensors(config, work.lora).values()) if work.lora else []
     rules = shard.rules() if shard else ()  # made once: a decoder has a thousand tensors
     by_unit: dict[str, list[TensorSpec]] = {}
-    for spec in (*canonical_tensors(config).values(), *adapters):
+    for spec in filter(lambda each: holds(each.name), (*named.values(), *adapters)):
         by_unit.setdefault(_unit_name(spec.name, rules), []).append(spec)
-    is_summed = shard is None and any(mesh.degree(s.axis) > 1 for s in specs)
+    copies = work.context_degree * prod(mesh.degree(each.axis) for each in specs)
+    is_summed = shard is None and copies > 1
     units = []
     for name, tensors in by_unit.items():
         held, gathered, trained, num_trained = 0.0, 0.0, 0.0, 0
@@ -131,24 +146,28 @@ def memory_terms(
     reduce_bytes: int = 4,
     recompute: str = "none",
     saved_per_token: float | None = None,
+    has_head: bool = True,
 ) -> dict[str, float]:
     """Name -> bytes of the tensors of one rank at the peak.
 
     Args:
-        saved_per_token: `saved_bytes_per_token`, where the caller has it for many rows.
+        saved_per_token: what is kept of every token of a row, where it is more or less than
+            `saved_bytes_per_token`: a pipeline's rank keeps its stages' share of several rows.
+        has_head: whether the rank computes the loss.
     """
     if saved_per_token is None:
         saved_per_token = saved_bytes_per_token(config, work, recompute)
+    head_rows = has_head * work.row_counted / work.context_degree
     itemsize = DTYPE_BYTES[config.dtype]
     always = {
         "weights": sum(u.stored for u in units),
         "optimizer": 8.0 * sum(u.trained for u in units),
     }
     gathered = _gathered_bytes(units)
-    gradients = _gradient_bytes(config, work, units, itemsize, reduce_bytes)
-    activations = work.longest_row * saved_per_token
-    rows = 2.0 * work.row_counted * config.hidden_size * (itemsize + 4)
-    chunk = min(LOGIT_CHUNK_BYTES, work.row_counted * config.vocab_size * itemsize)
+    gradients = _gradient_bytes(config, work, units, head_rows, reduce_bytes)
+    activations = work.longest_row / work.context_degree * saved_per_token
+    rows = 2.0 * head_rows * config.hidden_size * (itemsize + 4)
+    chunk = min(LOGIT_CHUNK_BYTES, head_rows * config.vocab_size * itemsize)
     alive = {
         "loss": {"activations": activations, "logits": chunk + rows},
         "first layer": {"activations": activations, "logits": rows},
@@ -185,16 +204,16 @@ def _gradient_bytes(
     config: DecoderConfig,
     work: Workload,
     units: Sequence[Unit],
-    itemsize: int,
+    head_rows: float,
     reduce_bytes: int,
 ) -> dict[str, float]:
     """Moment -> gradients, whole and reduced, and what the loss makes of the head's."""
-    accumulates = work.num_items > 1
+    accumulates, itemsize = work.num_items > 1, DTYPE_BYTES[config.dtype]
     root = [u for u in units if u.is_root]
     layers = [u for u in units if not u.is_root]
     named = canonical_tensors(config)
     head = named["model.embed_tokens.weight" if config.tied_head else "lm_head.weight"]
-    num_head = 0 if work.lora else head.num_elements
+    num_head = head.num_elements if head_rows and not work.lora else 0
 
     def waits(unit: Unit) -> float:
         if not accumulates or unit.reduces_always:
@@ -218,7 +237,7 @@ def _gradient_bytes(
         return whole + is_copied * reduce_bytes * unit.num_trained + scattered
 
     waiting, of_head = sum(map(before, units)), itemsize * num_head
-    in_chunks = work.row_counted * config.vocab_size * itemsize > LOGIT_CHUNK_BYTES
+    in_chunks = head_rows * config.vocab_size * itemsize > LOGIT_CHUNK_BYTES
     at_loss = (8 + itemsize if in_chunks and itemsize < 4 else 2 * itemsize) * num_head
     done = sum(map(reduced, layers))
     first = max((reducing(u) - before(u) for u in layers), default=0.0)
@@ -232,53 +251,3 @@ def _gradient_bytes(
         "sum": sum(map(before, root)) + arriving + done,
         "reduce": done + sum(map(reducing, root)),
     }
-
-
-def saved_bytes_per_token(config: DecoderConfig, work: Workload, recompute: str) -> float:
-    """What autograd keeps of a token, and while a layer is computed again, of that layer.
-
-    none: everything; selective: not what norms and gates make; full: the input of each layer only.
-    """
-    listed = operators(config, document_tokens=work.document_tokens, lora=work.lora)
-    outside, layers = 0.0, [0.0] * config.num_layers
-    given_up = [0.0] * config.num_layers
-    for op in (op for op in listed if op.op != "head"):
-        share = 1.0 / work.tensor_degree if is_split_by_token(op, work) else 1.0
-        kept = share * op.saved_bytes_per_token
-        if op.layer is None:
-            outside += kept
-            continue
-        layers[op.layer] += kept
-        given_up[op.layer] += _made_again(op, config, work)
-    if recompute == "none":
-        return outside + sum(layers)
-    again = max(given_up)
-    if recompute == "full":
-        row = config.hidden_size * DTYPE_BYTES[config.dtype]
-        given_up = [max(0.0, kept - row) for kept in layers]
-        again = max(layers)
-    return outside + sum(layers) - sum(given_up) + again
-
-
-def is_split_by_token(op: Operator, work: Workload) -> bool:
-    """Whether a rank of a tensor axis computes it on its own tokens only (between blocks)."""
-    if not work.splits_tokens:
-        return False
-    per_head = op.name.endswith(("q_norm", "k_norm", "v_norm"))
-    return (op.op == "norm" and not per_head) or op.op in ("add", "scale", "embedding")
-
-
-def _made_again(op: Operator, config: DecoderConfig, work: Workload) -> float:
-    """Bytes per token that `selective` does not keep of an operator's inputs."""
-    leaf = op.name.rsplit(".", 1)[-1]
-    itemsize = DTYPE_BYTES[config.dtype]
-    if op.op == "linear" and leaf in (*_MADE_BY_NORM, *_MADE_BY_GATE):
-        low = (work.lora_rank if op.num_trained else 0) * itemsize
-        return max(0.0, op.saved_bytes_per_token - low)
-    if op.op == "attention" and op.saved_bytes_per_token and op.layer is not None:
-        kind = config.attention(op.layer)
-        heads = kind.num_heads * config.qk_norm
-        if config.kv_source(op.layer) == op.layer:
-            heads += kind.num_kv_heads * (config.qk_norm + config.value_norm)
-        return float(heads * kind.head_dim * itemsize)
-    return 0.0

@@ -56,7 +56,8 @@ class Workload:
 
     Attributes:
         tokens, counted: of the rank with the most work in a step, mean over steps.
-        num_items: micro-batches of a step, mean.
+        num_items: micro-batches of a step, mean; most_items: of the step that has most, where no
+            schedule asks for more.
         row_tokens, row_counted: of a typical micro-batch; longest_row: of the longest one.
         document_tokens: mean length of documents, weighted by their tokens.
         row_lengths, document_lengths, target_counts: all that occur (tokens and targets of rows).
@@ -64,6 +65,7 @@ class Workload:
         lora_rank, lora_alpha, lora_targets: of the adapters; rank 0: all weights are trained.
         tensor_degree: ranks that share every product.
         splits_tokens: these ranks also share the tokens between blocks (sequence parallelism).
+        context_degree: ranks that share the tokens of every row; sizes here are those of all.
         row_limit, row_multiple: longest packed row allowed, and what rows are filled up to.
         num_steps: of the whole job.
     """
@@ -84,9 +86,11 @@ class Workload:
     lora_targets: Sequence[str] = ()
     tensor_degree: int = 1
     splits_tokens: bool = False
+    context_degree: int = 1
     row_limit: int = 0
     row_multiple: int = 1
     num_steps: int = 0
+    most_items: int = 1
 
     @property
     def lora(self) -> LoraSpec | None:
@@ -111,6 +115,8 @@ def workload_of(
     held_out: Samples | None = None,
     tensor_degree: int = 1,
     splits_tokens: bool = False,
+    context_degree: int = 1,
+    least_items: int = 1,
 ) -> Workload:
     """Deal the steps as training will and see what they hold.
 
@@ -119,17 +125,25 @@ def workload_of(
         num_ranks: data-parallel ranks.
         multiple: what rows are rounded up to; the filler counts as tokens.
         held_out: samples that an evaluation scores, as one more step of shapes.
+        least_items: micro-batches that a rank has at least (for a pipeline's schedule).
     """
     weight = counted_weight(config)
-    steps = deal_steps(
-        SampleStream(samples, seed),
-        weight,
-        num_steps=min(num_steps, _MOST_STEPS),
-        global_batch_tokens=global_batch_tokens,
-        row_tokens=row_tokens,
-        num_ranks=num_ranks,
-        multiple=multiple,
-    )
+
+    def dealt(least_rows: int) -> list[DealtStep]:
+        return deal_steps(
+            SampleStream(samples, seed),
+            weight,
+            num_steps=min(num_steps, _MOST_STEPS),
+            global_batch_tokens=global_batch_tokens,
+            row_tokens=row_tokens,
+            num_ranks=num_ranks,
+            multiple=multiple,
+            least_rows=least_rows,
+        )
+
+    steps = dealt(1)
+    most_items = max(len(step.rows) // num_ranks for step in steps)
+    steps = dealt(least_items) if least_items > 1 else steps
     heaviest = [step.heaviest_rank(num_ranks, weight) for step in steps]
     tokens, counted = (mean(column) for column in zip(*heaviest))
     num_items = mean(len(step.rows) / num_ranks for step in steps)
@@ -157,9 +171,11 @@ def workload_of(
         lora_targets=lora.targets if lora else (),
         tensor_degree=tensor_degree,
         splits_tokens=splits_tokens,
+        context_degree=context_degree,
         row_limit=row_tokens,
         row_multiple=multiple,
         num_steps=num_steps,
+        most_items=most_items,
     )
 
 
@@ -172,18 +188,19 @@ def deal_steps(
     row_tokens: int,
     num_ranks: int,
     multiple: int = 1,
+    least_rows: int = 1,
 ) -> list[DealtStep]:
     """The first steps as training deals them.
 
     Args:
         weight: work of a target beyond that of any token, in tokens (`counted_weight`).
-        row_tokens, num_ranks, multiple: as in `workload_of`.
+        row_tokens, num_ranks, multiple: as in `workload_of`; least_rows: of each rank.
     """
     start = 0
     steps: list[DealtStep] = []
     for _ in range(num_steps):
         counters = step_samples(stream, start, global_batch_tokens)
-        steps.append(_dealt(stream, counters, weight, row_tokens, num_ranks, multiple))
+        steps.append(_dealt(stream, counters, weight, row_tokens, num_ranks, multiple, least_rows))
         start = counters.stop
     return steps
 
@@ -213,11 +230,13 @@ def _dealt(
     row_tokens: int,
     num_ranks: int,
     multiple: int,
+    least_rows: int = 1,
 ) -> DealtStep:
     lengths = [stream.length(counter) for counter in counters]
     counted = [stream.num_counted(counter) for counter in counters]
     work = [n + weight * c for n, c in zip(lengths, counted)]
-    rows = deal(lengths, work, row_tokens=row_tokens, num_ranks=num_ranks)
+    least = {"least_rows": least_rows} if least_rows > 1 else {}
+    rows = deal(lengths, work, row_tokens=row_tokens, num_ranks=num_ranks, **least)
     return DealtStep(
         [_rounded([lengths[at] for at in row], multiple) for row in rows],
         [sum(counted[at] for at in row) for row in rows],

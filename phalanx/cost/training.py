@@ -18,6 +18,10 @@ Seconds
     + replicas: G Psi_trained / F through an all-reduce
     + tensor axis: K T D per activation exchange of the rules, through an all-reduce (a gather or a
       scatter counts half of one)
+    + context axis (c ranks): all of it with T / c and N / c; keys, values or queries by the rules;
+      gradients are summed, or weights sharded, over data and context ranks together
+    + pipeline: the schedule is played with the passes of each stage and its messages; the slowest
+      rank's gradients and updates come after it
 Bytes of one rank, above what its libraries take (`prediction.terms`), at the moment of a step when
 they are most (`cost.step_memory` names the moments; F = 1 without shards)
     weights        sum of M psi / F, dim 0 of each parameter padded
@@ -34,17 +38,30 @@ they are most (`cost.step_memory` names the moments; F = 1 without shards)
 
 Differences and limits: ranks wait for the slowest, whose tokens count; overlap of communication and
 compute is not credited (gloo on one machine competes for the same cores); the sum of gradients that
-are partial over a tensor axis (norms per head) is left out as small.
+are partial over a tensor axis (norms per head) is left out as small; micro-batches of a pipeline
+are alike.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from math import ceil, floor
+from typing import Any
+
+import numpy as np
 
 from phalanx.cost.local_shapes import local_config
-from phalanx.cost.step_memory import Unit, is_split_by_token, memory_terms, shard_spec, units_of
+from phalanx.cost.pipeline_memory import terms_of_ranks, units_of_ranks
+from phalanx.cost.pipeline_parts import Pipeline
+from phalanx.cost.step_memory import Unit, shard_degree, shard_spec
+from phalanx.cost.step_seconds import (
+    Priced,
+    RateKey,
+    priced_exchanges,
+    priced_operators,
+    rate_key,
+)
 from phalanx.cost.step_work import (
     Workload,
     counted_weight,
@@ -54,11 +71,11 @@ from phalanx.cost.step_work import (
 )
 from phalanx.mesh import Mesh
 from phalanx.models.config import DTYPE_BYTES, DecoderConfig
-from phalanx.models.operators import Operator, operators
-from phalanx.models.spec import canonical_tensors
-from phalanx.policy import Exchange, Spec
+from phalanx.policy import Spec
+from phalanx.worlds.pipeline_arrays import play
 
 __all__ = [
+    "Pipeline",
     "Prediction",
     "Priced",
     "RateKey",
@@ -72,26 +89,7 @@ __all__ = [
     "workload_of",
 ]
 
-RateKey = str
-_REPEATED_BY_SELECTIVE = ("norm", "gate")
-
-
-def rate_key(op: Operator, config: DecoderConfig) -> RateKey:
-    """Operators with one key cost the same: kind, shape, and whether something is trained in it."""
-    key = op.op
-    if op.op == "linear":
-        shape = canonical_tensors(config)[op.tensors[0]].shape
-        key += f".{shape[0]}x{shape[1]}{'.trained' if op.num_trained else ''}"
-    elif op.op == "norm":
-        rotated = ".rotated" if op.name.endswith(("q_norm", "k_norm")) else ""
-        bare = "" if op.tensors else ".bare"
-        key += f".{op.out_bytes_per_token:.0f}{rotated}{bare}"
-    elif op.op == "attention":
-        assert op.layer is not None
-        key += f".{config.layer_kinds[op.layer]}"
-    elif op.op in ("gate", "rotate", "add", "scale", "embedding"):
-        key += f".{op.out_bytes_per_token:.0f}"
-    return key
+WAITS = "pipeline"  # seconds in which a rank waits for others, or sends to them
 
 
 @dataclass(frozen=True)
@@ -101,8 +99,9 @@ class Prediction:
     Attributes:
         step_s: wall time of a typical step.
         peak_bytes: of all ranks together, above what their libraries take.
-        seconds: operator kind or exchange -> seconds of a step.
-        terms: name -> bytes of one rank, at the moment of the peak.
+        seconds: operator kind or exchange -> seconds of a step; of a pipeline, those of the rank
+            that works longest, and what it waits.
+        terms: name -> bytes of one rank, the fullest, at the moment of the peak.
     """
 
     step_s: float
@@ -138,79 +137,148 @@ def predict(
     master_bytes: int = 4,
     reduce_bytes: int = 4,
     recompute: str = "none",
+    pipeline: Pipeline | None = None,
 ) -> Prediction:
     """Seconds and bytes of a step.
 
     Args:
         config: sizes of the whole model; its dtype is that of compute and of frozen weights.
-        specs: of the plan: data ("shard", "replicate") and tensor.
+        specs: of the plan: data, tensor and context.
         rates: "rates" of `engines.calibrate.calibrate` for this work.
         mesh: of the role, on this machine.
         master_bytes, reduce_bytes: per element of trained weights and of reductions.
         recompute: none, selective or full.
+        pipeline: stages and schedule; None: every rank holds all layers.
     """
     value = {key: float(entry["value"]) for key, entry in rates.items()}
+    pipeline = pipeline or Pipeline.whole(config)
     local = local_config(config, work.tensor_degree)
     data = [spec for spec in specs if spec.family == "data"]
-    units = units_of(local, work, data, mesh, master_bytes)
-    seconds = _operator_seconds(local, work, value, recompute)
-    seconds["gather"] = sum(u.gathers(work.num_items) * u.gathered for u in units)
-    seconds["gather"] /= value["all_gather"]
-    seconds["reduce"] = _reduced_seconds(units, data, value, mesh, reduce_bytes)
-    if work.tensor_degree > 1:
-        tensor = [spec for spec in specs if spec.family == "tensor"]
-        payload = _exchanged_bytes(config, work, tensor, recompute)
-        seconds["exchange"] = payload / value["all_reduce"]
-    seconds["optimizer"] = sum(u.trained for u in units) * value["optimizer"]
+    units = units_of_ranks(local, work, data, mesh, master_bytes, pipeline)
+    passes = _passes(local, work, specs, value, pipeline, recompute)
+    played_s = _played_seconds(local, work, value, pipeline, passes)
+    after = [
+        _after_seconds(local, work, rank, units[rank], data, value, mesh, reduce_bytes, pipeline)
+        for rank in range(pipeline.num_ranks)
+    ]
+    busiest = int(np.argmax([sum(seconds.values()) for seconds in passes.of_rank]))
+    seconds = passes.of_rank[busiest] | after[busiest]
+    if pipeline.num_ranks > 1:
+        slowest_s = max(sum(each.values()) for each in after)
+        seconds[WAITS] = max(0.0, played_s + slowest_s - sum(seconds.values()))
+    terms = terms_of_ranks(
+        local, work, units, pipeline, reduce_bytes=reduce_bytes, recompute=recompute
+    )
     libraries = {name: value[name] for name in ("runtime", "kernels")}
-    terms = memory_terms(local, work, units, reduce_bytes=reduce_bytes, recompute=recompute)
-    terms |= libraries
+    totals = [sum(each.values()) + sum(libraries.values()) for each in terms]
     return Prediction(
         step_s=sum(seconds.values()),
-        peak_bytes=mesh.size * sum(terms.values()),
+        peak_bytes=mesh.size / pipeline.num_ranks * sum(totals),
         seconds=seconds,
-        terms=terms,
+        terms=terms[int(np.argmax(totals))] | libraries,
     )
 
 
-class Priced(NamedTuple):
-    """An operator with a rank's seconds of a step: forward, backward, and forward once more where
-    the backward pass computes it again."""
+@dataclass(frozen=True)
+class _Passes:
+    """Seconds of all passes of a step.
 
-    operator: Operator
-    forward_s: float
-    backward_s: float
-    again_s: float
-
-
-def priced_operators(
-    config: DecoderConfig, work: Workload, value: Mapping[RateKey, float], recompute: str = "none"
-) -> Iterator[Priced]:
-    """The operators of a rank in the order of the forward pass.
-
-    Args:
-        config: a rank's sizes (`cost.local_shapes`).
-        value: rate key -> seconds per token (per target for the head).
+    Attributes:
+        of_rank: operator kind or exchange -> seconds, of each rank of the pipeline.
+        forward_s, backward_s, weight_s: of each stage; weight gradients are part of backward.
     """
-    for op in operators(config, document_tokens=work.document_tokens, lora=work.lora):
-        key = rate_key(op, config)
-        count = work.counted if op.op == "head" else work.tokens
-        if is_split_by_token(op, work):
-            count /= work.tensor_degree
-        forward_s, backward_s = count * value[f"{key}.F"], count * value[f"{key}.B"]
-        repeated = recompute == "full" or op.op in _REPEATED_BY_SELECTIVE
-        is_again = recompute != "none" and op.layer is not None and repeated
-        yield Priced(op, forward_s, backward_s, forward_s if is_again else 0.0)
+
+    of_rank: Sequence[dict[str, float]]
+    forward_s: np.ndarray
+    backward_s: np.ndarray
+    weight_s: np.ndarray
 
 
-def _operator_seconds(
-    config: DecoderConfig, work: Workload, value: Mapping[RateKey, float], recompute: str
+def _passes(
+    config: DecoderConfig,
+    work: Workload,
+    specs: Sequence[Spec],
+    value: Mapping[RateKey, float],
+    pipeline: Pipeline,
+    recompute: str,
+) -> _Passes:
+    forward_s, backward_s, weight_s = np.zeros((3, pipeline.num_stages))
+    of_rank: list[dict[str, float]] = [{} for _ in range(pipeline.num_ranks)]
+
+    def add(stage: int, kind: str, seconds: float) -> None:
+        found = of_rank[pipeline.rank_of_stage[stage]]
+        found[kind] = found.get(kind, 0.0) + seconds
+
+    for priced in priced_operators(config, work, value, recompute):
+        for stage in pipeline.stages_of_operator(priced.operator):
+            add(stage, priced.operator.op, priced.forward_s + priced.backward_s)
+            if priced.again_s:
+                add(stage, "recompute", priced.again_s)
+            forward_s[stage] += priced.forward_s
+            backward_s[stage] += priced.backward_s + priced.again_s
+            weight_s[stage] += priced.weight_s(trains_all=work.lora is None)
+    for exchange in priced_exchanges(config, work, specs, value, recompute):
+        stage = pipeline.stages_of_module(exchange.module)[
+            -1 if exchange.module == "lm_head" else 0
+        ]
+        add(stage, exchange.kind, exchange.forward_s + exchange.backward_s)
+        forward_s[stage] += exchange.forward_s
+        backward_s[stage] += exchange.backward_s
+    return _Passes(of_rank, forward_s, backward_s, weight_s)
+
+
+def _played_seconds(
+    config: DecoderConfig,
+    work: Workload,
+    value: Mapping[RateKey, float],
+    pipeline: Pipeline,
+    passes: _Passes,
+) -> float:
+    """From the first forward to the last backward pass. Steps of a mean of 3.4 micro-batches are
+    four times of ten steps of 4."""
+    if pipeline.num_ranks == 1:
+        return float((passes.forward_s + passes.backward_s).sum())
+    items = work.num_items
+    row = work.tokens / items / work.context_degree * config.hidden_size
+    row /= work.tensor_degree if work.splits_tokens else 1
+    message_s = row * DTYPE_BYTES[config.dtype] / value["p2p"]
+    forward_s, backward_s, weight_s = (
+        each[:, None, None] / items
+        for each in (passes.forward_s, passes.backward_s, passes.weight_s)
+    )
+
+    def step_s(count: int) -> float:
+        lists = pipeline.lists(count)
+        input_s = backward_s - weight_s
+        return float(play(lists, forward_s, backward_s, message_s, weight_s, input_s).step_s[0])
+
+    low, high = max(1, floor(items)), max(1, ceil(items))
+    first_s = step_s(low)
+    return first_s if low == high else first_s + (items - low) * (step_s(high) - first_s)
+
+
+def _after_seconds(
+    config: DecoderConfig,
+    work: Workload,
+    rank: int,
+    units: Sequence[Unit],
+    data: Sequence[Spec],
+    value: Mapping[RateKey, float],
+    mesh: Mesh,
+    reduce_bytes: int,
+    pipeline: Pipeline,
 ) -> dict[str, float]:
-    seconds: dict[str, float] = {}
-    for op, forward_s, backward_s, again_s in priced_operators(config, work, value, recompute):
-        seconds[op.op] = seconds.get(op.op, 0.0) + forward_s + backward_s
-        if again_s:
-            seconds["recompute"] = seconds.get("recompute", 0.0) + again_s
+    """What a rank does beside the passes of its stages."""
+    gathered = sum(u.gathers(work.num_items) * u.gathered for u in units)
+    seconds = {
+        "gather": gathered / value["all_gather"],
+        "reduce": _reduced_seconds(units, data, value, mesh, reduce_bytes, work),
+    }
+    ends = (pipeline.rank_of_stage[0], pipeline.rank_of_stage[-1])
+    if pipeline.shares_embedding() and rank in ends and work.lora is None:
+        shared = config.vocab_size * config.hidden_size * reduce_bytes
+        seconds["reduce"] += shared / value["all_reduce"]
+    seconds["optimizer"] = sum(u.trained for u in units) * value["optimizer"]
     return seconds
 
 
@@ -220,39 +288,13 @@ def _reduced_seconds(
     value: Mapping[RateKey, float],
     mesh: Mesh,
     reduce_bytes: int,
+    work: Workload,
 ) -> float:
     shard = shard_spec(data)
-    degree = mesh.degree(shard.axis) if shard else 1
     num_trained = sum(unit.num_trained for unit in units)
-    seconds = num_trained * reduce_bytes / value["reduce_scatter"] if degree > 1 else 0.0
-    for spec in data:
-        if spec is not shard and mesh.degree(spec.axis) > 1:
-            held = sum(unit.trained for unit in units)
-            seconds += held * reduce_bytes / value["all_reduce"]
-    return seconds
-
-
-def _exchanged_bytes(
-    config: DecoderConfig, work: Workload, specs: Sequence[Spec], recompute: str
-) -> float:
-    """Bytes of activations that a rank puts through all-reduces in a step."""
-    blocks = [
-        f"model.layers.{layer}.{block}"
-        for layer in range(config.num_layers)
-        for block in ("self_attn", "mlp")
-    ]
-    times = 0.0
-    for spec in specs:
-        for module in (*blocks, "model.embed_tokens", "lm_head"):
-            rule = spec.rule_for(module)
-            for exchange in rule.exchanges if rule else ():
-                again = recompute == "full" and exchange.phase == "F" and module in blocks
-                times += _weight(exchange) * (2 if again else 1)
-    return times * work.tokens * config.hidden_size * DTYPE_BYTES[config.dtype]
-
-
-def _weight(exchange: Exchange) -> float:
-    """Of an exchange of activations, in all-reduces of the same payload."""
-    if exchange.of not in ("activations", "inputs"):
-        return 0.0
-    return 1.0 if exchange.collective == "all_reduce" else 0.5
+    held = sum(unit.trained for unit in units)
+    is_cut = shard_degree(data, mesh, work) > 1
+    seconds = num_trained * reduce_bytes / value["reduce_scatter"] if is_cut else 0.0
+    copies = [mesh.degree(spec.axis) for spec in data if spec is not shard]
+    copies += [work.context_degree] if shard is None else []
+    return seconds + (held * reduce_bytes / value["all_reduce"] if max([1, *copies]) > 1 else 0.0)

@@ -25,8 +25,9 @@ from phalanx.models.adapter_folder import lora_of
 from phalanx.models.config import DecoderConfig, to_huggingface
 from phalanx.plan import locked_versions
 from phalanx.planner.here import device_here, row_plan, tensor_bytes, training_shape
+from phalanx.planner.training_shape import require_items
 
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 _WORKER = "phalanx.engines.operator_bench"
 
 
@@ -110,9 +111,12 @@ def workload(job: Job, config: DecoderConfig, data: Prepared, num_ranks: int) ->
             held_out=data.held_out.take(range(min(train.eval_rows, len(data.held_out)))),
             tensor_degree=shape.tensor_degree,
             splits_tokens=shape.splits_tokens,
+            context_degree=shape.context_degree,
+            least_items=shape.least_items,
         )
 
     work = with_rows(rows["row_tokens"])
+    require_items(job, work, shape)
     limit, least = job.limits.memory_bytes, _rounded(data.longest, rows["row_multiple"])
     if limit and not job.plan.row_tokens and least < work.row_limit:
         if tensor_bytes(job, config, work, shape) > limit:

@@ -238,6 +238,7 @@ class OperatorBench:
                 lambda: dist.reduce_scatter_tensor(shard, grads.flatten(), group=group),
             ),
             "all_reduce": (rows_SD.nbytes, lambda: dist.all_reduce(rows_SD, group=group)),
+            "p2p": (rows_SD.nbytes, lambda: self._pass_on(rows_SD, group)),
         }
         spent_s: dict[str, list[float]] = {name: [] for name in calls}
         for _ in range(2 + _PASSES):
@@ -252,6 +253,18 @@ class OperatorBench:
             name: Rate(self.process.mean(num_bytes / median(spent_s[name][2:])), "byte/s")
             for name, (num_bytes, _) in calls.items()
         }
+
+    def _pass_on(self, rows_SD: Tensor, group: dist.ProcessGroup) -> None:
+        """A message to the next rank and one from the rank before; alone, a copy."""
+        size, rank = self.process.world_size, self.process.rank
+        received_SD = torch.empty_like(rows_SD)
+        if size == 1:
+            received_SD.copy_(rows_SD)
+            return
+        ends = ((dist.isend, rows_SD, rank + 1), (dist.irecv, received_SD, rank - 1))
+        ops = [dist.P2POp(call, rows, peer % size, group) for call, rows, peer in ends]
+        for request in dist.batch_isend_irecv(ops):
+            request.wait()
 
 
 def _rows(bench: OperatorBench, *channels: int) -> Tensor:

@@ -24,6 +24,7 @@ from phalanx.drive import drive
 from phalanx.lower import lower
 from phalanx.models.config import DTYPE_BYTES, DecoderConfig
 from phalanx.plan import Plan, RoleProgram
+from phalanx.planner.training_shape import pipeline_of
 from phalanx.planner.work import block_of, model_work
 from phalanx.registry import build
 from phalanx.trace import Trace, TraceBuilder
@@ -95,6 +96,7 @@ def step_forecast(plan: Plan, config: DecoderConfig, work: Workload) -> StepFore
         mesh=mesh,
         master_bytes=DTYPE_BYTES[role.dtypes["master"]],
         recompute=role.recompute,
+        pipeline=pipeline_of(role, config),
     )
     num_items = max(1, round(work.num_items))
     pieces = _pieces(config, work, value, role.recompute, num_items)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from phalanx.cost.local_shapes import local_config
-from phalanx.cost.step_memory import saved_bytes_per_token
+from phalanx.cost.step_saved import saved_bytes_per_token
 from phalanx.cost.training import (
     Workload,
     counted_weight,

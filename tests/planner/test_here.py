@@ -7,7 +7,8 @@ import pytest
 from phalanx.errors import JobError, PlanError
 from phalanx.job import load_job
 from phalanx.models.spec import small_config, weight_bytes
-from phalanx.planner import here
+from phalanx.planner import machine_here
+from phalanx.planner import training_shape as shapes
 from phalanx.planner.here import row_plan, training_shape, with_layout
 
 CONFIG = small_config(
@@ -39,7 +40,9 @@ def test_sequence_parallelism_is_read_from_the_rules():
 @pytest.mark.parametrize(
     ("mesh", "plan", "where"),
     [
-        ({"pp": 4}, {}, "plan.mesh.pp"),
+        ({"pp": 4}, {}, "plan.mesh.pp"),  # of two layers
+        ({"cp": 4}, {}, "plan.mesh.cp"),  # no policy uses it
+        ({"shard": 2, "pp": 2}, {}, "plan.data"),  # gathered at every visit of a stage
         ({"tp": 4}, {}, "plan.mesh.tp"),  # no policy uses it
         ({"tp": 3}, {"tensor": "megatron", "devices": 3}, "plan.mesh.tp"),
         ({"shard": 4}, {"tensor": "megatron"}, "plan.tensor"),
@@ -65,7 +68,7 @@ def test_one_rank_gathers_nothing_unless_weights_are_cast():
 
 def choice(monkeypatch, room_bytes, **flags):
     """Mesh and data policy of a job that names neither."""
-    monkeypatch.setattr(here, "memory_of_rank", lambda num_ranks: room_bytes)
+    monkeypatch.setattr(shapes, "memory_of_rank", lambda num_ranks: room_bytes)
     job = load_job(None, {"model.name": "m"} | {k.replace("__", "."): v for k, v in flags.items()})
     plan = with_layout(job, CONFIG, 4).plan
     return dict(plan.mesh), plan.data
@@ -91,19 +94,19 @@ def test_a_layout_that_somebody_named_stays(monkeypatch):
 
 def test_gpus_are_used_where_there_are_some(monkeypatch):
     found = [f"NVIDIA H200, {size} MiB, driver 570" for size in (143_771, 143_000)]
-    monkeypatch.setattr(here, "gpus", lambda: found)
+    monkeypatch.setattr(machine_here, "gpus", lambda: found)
     job = load_job(None, {"model.name": "m"})
     for visible, count in ((None, 2), ("1", 1), ("", 0), ("-1", 0)):
-        here.gpus_here.cache_clear()
+        machine_here.gpus_here.cache_clear()
         if visible is None:
             monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
         else:
             monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-        assert here.device_here() == ("cuda" if count else "cpu")
-        assert here.num_ranks_here(job) == (count or here.num_cores())
-        assert ("H200" in here.hardware_here(1)["machine"]) == bool(count)
-    here.gpus_here.cache_clear()
+        assert machine_here.device_here() == ("cuda" if count else "cpu")
+        assert machine_here.num_ranks_here(job) == (count or machine_here.num_cores())
+        assert ("H200" in machine_here.hardware_here(1)["machine"]) == bool(count)
+    machine_here.gpus_here.cache_clear()
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    assert here.memory_of_rank(2) == 143_000 * 2**20
+    assert machine_here.memory_of_rank(2) == 143_000 * 2**20
     monkeypatch.undo()
-    here.gpus_here.cache_clear()
+    machine_here.gpus_here.cache_clear()

@@ -7,13 +7,14 @@ from dataclasses import asdict
 import numpy as np
 import pytest
 
+from phalanx.cost.local_shapes import local_config
 from phalanx.cost.training import Workload, rate_key
 from phalanx.job import load_job
 from phalanx.models.operators import operators
 from phalanx.models.spec import LoraSpec, small_config
 from phalanx.plan import Plan
-from phalanx.planner import here
-from phalanx.planner.here import plan_here
+from phalanx.planner import machine_here
+from phalanx.planner.here import plan_here, training_shape
 from phalanx.planner.timeline import AGREES_FRAC, step_forecast
 
 CONFIG = small_config(
@@ -40,7 +41,7 @@ def rates(lora=None):
     """Awkward rates, so that no two operators take the same time."""
     keys = {rate_key(op, CONFIG) for op in operators(CONFIG, document_tokens=8, lora=lora)}
     for degree in (2,):
-        local = here.local_config(CONFIG, degree)
+        local = local_config(CONFIG, degree)
         keys |= {rate_key(op, local) for op in operators(local, document_tokens=8, lora=lora)}
     table = {
         f"{key}.{phase}": 1e-5 + 1e-7 * at for at, key in enumerate(sorted(keys)) for phase in "FB"
@@ -55,7 +56,7 @@ def forecast(layout, *, num_items=2.0, lora=False, monkeypatch=None):
     spec = LoraSpec(rank=3, alpha=6.0) if lora else None
     flags = {"model.name": "tiny", "plan.mesh": mesh, "train.method": "lora" if lora else "full"}
     job = load_job(None, flags | {f"plan.{key}": value for key, value in plan.items()})
-    shape = here.training_shape(job, CONFIG, int(np.prod(list(mesh.values()))))
+    shape = training_shape(job, CONFIG, int(np.prod(list(mesh.values()))))
     work = Workload(
         tokens=64.0 * num_items, counted=20.0 * num_items, num_items=num_items, row_tokens=64,
         row_counted=20, longest_row=64, document_tokens=8, num_trained=1000,
@@ -70,7 +71,7 @@ def forecast(layout, *, num_items=2.0, lora=False, monkeypatch=None):
 @pytest.fixture(autouse=True)
 def no_gpu(monkeypatch):
     """Plans of these tests are for a machine without a GPU."""
-    monkeypatch.setattr(here, "gpus_here", lambda: ())
+    monkeypatch.setattr(machine_here, "gpus_here", lambda: ())
 
 
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])

@@ -1,0 +1,83 @@
+"""Bytes of the tensors of each rank of a pipeline at the peak of a step. No torch.
+
+A rank holds the weights, gradients and optimizer state of its stages; it keeps what autograd saves
+of every micro-batch between its forward and its last backward pass on a stage, and what a stage
+sends until then. Moments and terms as in `cost.step_memory`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import ceil
+
+from phalanx.cost.pipeline_parts import Pipeline
+from phalanx.cost.step_memory import Unit, memory_terms, units_of
+from phalanx.cost.step_saved import saved_of
+from phalanx.cost.step_work import Workload
+from phalanx.mesh import Mesh
+from phalanx.models.config import DTYPE_BYTES, DecoderConfig
+from phalanx.policy import Spec
+
+
+def units_of_ranks(
+    config: DecoderConfig,
+    work: Workload,
+    data: Sequence[Spec],
+    mesh: Mesh,
+    master_bytes: int,
+    pipeline: Pipeline,
+) -> list[list[Unit]]:
+    """The units of each rank of the pipeline.
+
+    Args:
+        config: sizes of a rank of the tensor axis (`cost.local_shapes`).
+    """
+    return [
+        units_of(
+            config, work, data, mesh, master_bytes, lambda name, at=rank: pipeline.holds(at, name)
+        )
+        for rank in range(pipeline.num_ranks)
+    ]
+
+
+def terms_of_ranks(
+    config: DecoderConfig,
+    work: Workload,
+    units: Sequence[Sequence[Unit]],
+    pipeline: Pipeline,
+    *,
+    reduce_bytes: int = 4,
+    recompute: str = "none",
+) -> list[dict[str, float]]:
+    """Name -> bytes, of each rank of the pipeline.
+
+    Args:
+        units: from `units_of_ranks`.
+    """
+    per_stage = saved_of(
+        config,
+        work,
+        recompute,
+        [
+            lambda op, at=stage: at in pipeline.stages_of_operator(op)
+            for stage in range(pipeline.num_stages)
+        ],
+    )
+    sent = config.hidden_size * DTYPE_BYTES[config.dtype]
+    sent /= work.tensor_degree if work.splits_tokens else 1
+    kept = [each.kept + sent for each in per_stage[:-1]] + [per_stage[-1].kept]
+    num_items = max(1, ceil(work.num_items))
+    terms = []
+    for rank in range(pipeline.num_ranks):
+        again = max(per_stage[stage].again for stage in pipeline.stages_of(rank))
+        found = memory_terms(
+            config,
+            work,
+            units[rank],
+            reduce_bytes=reduce_bytes,
+            recompute=recompute,
+            saved_per_token=pipeline.most_live(rank, num_items, kept) + again,
+            has_head=pipeline.rank_of_stage[-1] == rank,
+        )
+        terms.append(found)
+    return terms

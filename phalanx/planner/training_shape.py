@@ -1,0 +1,285 @@
+"""How a training role lies on the processes of this machine: mesh, policies, schedule, rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import lcm, prod
+from typing import Any
+
+from phalanx.cost.training import Pipeline, Workload, row_multiple, row_tokens_for
+from phalanx.errors import JobError, PlanError, nearest_numbers
+from phalanx.job import Job
+from phalanx.layout.placement import divisors
+from phalanx.layout.stage_split import StageRange, split_layers
+from phalanx.layout.tensor_split import tensor_legality
+from phalanx.mesh import Mesh
+from phalanx.models.adapter_folder import lora_of
+from phalanx.models.config import DecoderConfig
+from phalanx.models.spec import weight_bytes
+from phalanx.plan import RoleProgram
+from phalanx.planner.machine_here import memory_of_rank
+from phalanx.planner.make import mesh_of, policy_tables
+from phalanx.policy import Order, Spec
+from phalanx.registry import build
+
+DATA_AXES = ("replicate", "shard")
+PIPELINE_AXIS = "pp"
+_SPEC_FAMILIES = ("data", "tensor", "context")
+_NAMED_BY = {"plan.mesh", "plan.data", "plan.tensor", "plan.context"}
+
+
+@dataclass(frozen=True)
+class TrainingShape:
+    """Mesh and policies of the training role.
+
+    Attributes:
+        tables: the specs as tables with family, name and options.
+        specs: the same, built.
+        order_table, order: the schedule of the pipeline likewise; {} and None without one.
+        stages: the layers of each stage, where every token counts; () without a pipeline.
+    """
+
+    mesh: Mesh
+    tables: Sequence[Mapping[str, Any]]
+    specs: Sequence[Spec]
+    order_table: Mapping[str, Any] = field(default_factory=dict)
+    order: Order | None = None
+    stages: Sequence[StageRange] = ()
+
+    @property
+    def num_data_ranks(self) -> int:
+        """Ranks that compute different rows."""
+        return prod(self.mesh.degree(axis) for axis in DATA_AXES)
+
+    @property
+    def tensor_degree(self) -> int:
+        """Ranks that share every product."""
+        return self._degree("tensor")
+
+    @property
+    def context_degree(self) -> int:
+        """Ranks that share the tokens of every row."""
+        return self._degree("context")
+
+    @property
+    def pipeline_degree(self) -> int:
+        """Ranks that share the layers."""
+        return self.mesh.degree(PIPELINE_AXIS)
+
+    @property
+    def least_items(self) -> int:
+        """Fewest micro-batches of a step that the schedule has an order for."""
+        return self.order.least_items(self.pipeline_degree) if self.order is not None else 1
+
+    @property
+    def splits_tokens(self) -> bool:
+        """Whether tensor ranks also share the tokens between blocks (sequence parallelism)."""
+        exchanges = (
+            exchange
+            for spec in self.specs
+            if spec.family == "tensor"
+            for rule in spec.rules()
+            if rule.placement == "block"
+            for exchange in rule.exchanges
+        )
+        return any(each.collective == "reduce_scatter" for each in exchanges)
+
+    @property
+    def token_parts(self) -> int:
+        """Rows hold a multiple of so many tokens: two pieces for each context rank, so that every
+        layout of tokens is even, and a part of each for every rank that shares tokens."""
+        pieces = 2 * self.context_degree if self.context_degree > 1 else 1
+        return pieces * (self.tensor_degree if self.splits_tokens else 1)
+
+    def _degree(self, family: str) -> int:
+        axes = {spec.axis for spec in self.specs if spec.family == family}
+        return prod(self.mesh.degree(axis) for axis in axes)
+
+
+def with_layout(job: Job, config: DecoderConfig, num_ranks: int) -> Job:
+    """The job with a mesh and a data policy, where it names neither and no tensor or context
+    policy.
+
+    Adapters on a frozen base: whole copies, if a copy takes at most half of a rank's memory (then
+    only adapters travel). Otherwise FSDP, which keeps gathered weights through a step if they take
+    at most a quarter.
+    """
+    if _NAMED_BY & _named(job):
+        return job
+    whole, room = weight_bytes(config), memory_of_rank(num_ranks)
+    if job.train.method == "lora" and whole <= room / 2:
+        return _laid_out(job, {"replicate": num_ranks}, "replicate")
+    fsdp = {"name": "fsdp", "reshard_after_forward": whole > room / 4}
+    return _laid_out(job, {"shard": num_ranks}, fsdp)
+
+
+def _with_data(job: Job) -> Job:
+    """The same where the job names a mesh but no data policy: one for every data axis. Context
+    ranks sum gradients as data ranks do, so they need one too, on an axis of one rank."""
+    mesh = dict(job.plan.mesh)
+    if not mesh or "plan.data" in _named(job):
+        return job
+    if mesh.get("cp", 1) > 1 and not any(axis in mesh for axis in DATA_AXES):
+        mesh = {"shard" if _casts_weights(job) else "replicate": 1} | mesh
+    if "replicate" not in mesh:
+        return _laid_out(job, mesh, job.plan.data) if "shard" in mesh else job
+    return _laid_out(job, mesh, [job.plan.data, "replicate"] if "shard" in mesh else "replicate")
+
+
+def _laid_out(job: Job, mesh: Mapping[str, int], data: Any) -> Job:
+    origin = dict(job.origin) | dict.fromkeys(("plan.mesh", "plan.data"), "chosen here")
+    return replace(job, plan=replace(job.plan, mesh=dict(mesh), data=data), origin=origin)
+
+
+def _named(job: Job) -> set[str]:
+    """Keys of [plan] that the user gave, without what stands inside of them."""
+    return {".".join(key.split(".")[:2]) for key in job.origin}
+
+
+def training_shape(job: Job, config: DecoderConfig, num_ranks: int) -> TrainingShape:
+    """How the training role lies on `num_ranks` processes.
+
+    Raises:
+        JobError: `mesh/product`.
+        PlanError: `plan/illegal` for an axis that training cannot use or no policy uses, a degree
+            that the model cannot be cut by, or weights that are gathered beside a pipeline.
+    """
+    job = _with_data(with_layout(job, config, num_ranks))
+    mesh = mesh_of(job, num_ranks)
+    order_table, tables = policy_tables(job, mesh)
+    tables = [table for table in tables if table["family"] in _SPEC_FAMILIES]
+    specs: list[Spec] = [_built(table) for table in tables]
+    for spec in specs:
+        if spec.axis not in mesh.names:
+            where, rule = f"plan.{spec.family}", f"needs an axis {spec.axis!r} in plan.mesh"
+            raise PlanError("plan/illegal", where, spec.policy_name, rule, legal=mesh.names)
+    _require_used(mesh, specs)
+    shape = TrainingShape(mesh, tables, specs)
+    if (degree := mesh.degree(PIPELINE_AXIS)) > 1:
+        _require_whole_weights(mesh, specs)
+        order: Order = _built(order_table)
+        num_stages = order.num_stages(degree)
+        where = f"plan.mesh.{PIPELINE_AXIS}" if num_stages == degree else "plan.pipeline"
+        stages = split_layers(config, num_stages, lora=lora_of(job, config), where=where)
+        shape = replace(shape, order_table=order_table, order=order, stages=stages)
+    if shape.tensor_degree > 1:
+        tensor_legality(config, shape.tensor_degree).require(_axis_of(shape, "tensor"))
+    _require_heads(config, shape)
+    if shape.num_data_ranks * shape.context_degree == 1 and not _casts_weights(job):
+        # one rank has nothing to gather, and gathering would keep a second copy of every weight
+        tables = [table for table in tables if table["family"] != "data"]
+        shape = replace(shape, tables=tables, specs=[s for s in specs if s.family != "data"])
+    return shape
+
+
+def pipeline_of(role: RoleProgram, config: DecoderConfig) -> Pipeline:
+    """Stages and schedule of a planned role."""
+    order, ranks = role.built_order(), role.grid().degree(PIPELINE_AXIS)
+    if order is None or ranks == 1:
+        return Pipeline.whole(config)
+    return Pipeline.of(config, order, ranks, role.batch["stages"])
+
+
+def _built(table: Mapping[str, Any]) -> Any:
+    return build(str(table["family"]), {k: v for k, v in table.items() if k != "family"})
+
+
+def _axis_of(shape: TrainingShape, family: str) -> str:
+    axis = next(spec.axis for spec in shape.specs if spec.family == family)
+    return f"plan.mesh.{axis}"
+
+
+def _require_used(mesh: Mesh, specs: Sequence[Spec]) -> None:
+    """Refuse axes that nothing lies on."""
+    used = {spec.axis for spec in specs} | {PIPELINE_AXIS, *DATA_AXES}
+    for axis in mesh.names:
+        if mesh.degree(axis) > 1 and axis not in used:
+            rule = (
+                "training uses data axes, an axis 'pp' for stages, and axes that plan.tensor or "
+                "plan.context names; others are simulated"
+            )
+            raise PlanError("plan/illegal", f"plan.mesh.{axis}", mesh.degree(axis), rule, legal=[1])
+
+
+def _require_whole_weights(mesh: Mesh, specs: Sequence[Spec]) -> None:
+    """Refuse weights that every visit of a stage would gather (DOI 10.1145/3695053.3731410,
+    section 3.3)."""
+    for spec in specs:
+        shards = spec.family == "data" and spec.rules()[-1].placement == "shard"
+        if shards and mesh.degree(spec.axis) > 1:
+            rule = (
+                "beside a pipeline every pass of every micro-batch would gather a stage's weights "
+                "again; shard what is not needed there (stage 1 or 2), or keep copies"
+            )
+            legal = ["zero", "replicate"]
+            raise PlanError("plan/illegal", "plan.data", spec.policy_name, rule, legal=legal)
+
+
+def _require_heads(config: DecoderConfig, shape: TrainingShape) -> None:
+    """Refuse context ranks that exchange heads where these do not divide."""
+    for spec in shape.specs:
+        if spec.family != "context":
+            continue
+        if not any(rule.placement == "all_to_all" for rule in spec.rules()):
+            continue
+        degree, tensor = shape.mesh.degree(spec.axis), shape.tensor_degree
+        heads = sorted({kind.num_heads for kind in config.kinds})
+        uneven = [each for each in heads if each % (degree * tensor)]
+        if uneven:
+            of_rank = f"{uneven[0] // tensor} query heads" + (" of a rank" if tensor > 1 else "")
+            rule = f"{of_rank} cannot be cut into {degree} equal parts"
+            common = [n for n in divisors(heads[0]) if not any(h % (n * tensor) for h in heads)]
+            legal = nearest_numbers(degree, [int(each) for each in common])
+            raise PlanError("plan/illegal", f"plan.mesh.{spec.axis}", degree, rule, legal=legal)
+
+
+def _casts_weights(job: Job) -> bool:
+    """Whether data policies also turn what is trained into the dtype that computes."""
+    return job.train.method != "lora" and job.train.master_dtype != job.model.dtype
+
+
+def row_plan(job: Job, longest: int, shape: TrainingShape, device: str) -> dict[str, int]:
+    """Tokens of a packed row, and what rows are filled up to a multiple of.
+
+    Args:
+        longest: tokens of the longest document.
+
+    Raises:
+        JobError: `job/bad-value` for `plan.row_tokens` below the longest document, or that the
+            ranks of a context axis cannot share evenly.
+    """
+    parts = shape.token_parts
+    multiple = lcm(row_multiple(device), parts)
+    chosen = job.plan.row_tokens
+    if chosen and chosen < longest:
+        rule = f"a document has {longest} tokens and is never cut between rows"
+        raise JobError("job/bad-value", "plan.row_tokens", chosen, rule, legal=[longest])
+    if chosen % parts and shape.context_degree > 1:
+        shared = f"2 x {shape.context_degree} context ranks"
+        shared += f" x {shape.tensor_degree} tensor ranks" if shape.splits_tokens else ""
+        rule = f"must be a multiple of {parts} ({shared}), so that ranks share a row evenly"
+        above = -(-max(chosen, longest) // parts) * parts
+        legal = [each for each in (above - parts, above) if each >= longest]
+        raise JobError("job/bad-value", "plan.row_tokens", chosen, rule, legal=legal)
+    return {"row_tokens": chosen or row_tokens_for(longest, multiple), "row_multiple": multiple}
+
+
+def require_items(job: Job, work: Workload, shape: TrainingShape) -> None:
+    """Refuse a job none of whose steps has enough micro-batches for the schedule; a step that has
+    fewer than others is filled up.
+
+    Raises:
+        PlanError: `plan/illegal`, naming the tokens of a step that would suffice.
+    """
+    least, most = shape.least_items, work.most_items
+    if most < least:
+        assert shape.order is not None
+        name, tokens = shape.order.policy_name, job.train.global_batch_tokens
+        rule = (
+            f"a step has {most} micro-batches of up to {work.row_limit} tokens on each of "
+            f"{shape.num_data_ranks} data ranks, and {name} on {shape.pipeline_degree} ranks needs "
+            f"{least}: larger steps, shorter rows (plan.row_tokens) or fewer stages"
+        )
+        enough = least * work.row_limit * shape.num_data_ranks
+        raise PlanError("plan/illegal", "train.global_batch_tokens", tokens, rule, legal=[enough])
