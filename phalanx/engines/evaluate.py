@@ -8,17 +8,20 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from phalanx.data.batches import SampleStream, StepBatch, whole_pass
 from phalanx.data.samples import Sample, Samples
 from phalanx.data.tokenise import TextTokenizer
 from phalanx.engines.result import NUM_SAMPLES, SAMPLE_TOKENS
+from phalanx.engines.row_loss import hidden_loss, row_inputs
+from phalanx.engines.stage_pass import next_tokens, stage_pass
 from phalanx.engines.trainer_model import TrainModel
-from phalanx.engines.trainer_step import row_loss
+from phalanx.models.cache import KvCache
 
 
 class HeldOut:
@@ -101,10 +104,22 @@ def held_out_loss(model: TrainModel, batch: StepBatch, device: torch.device) -> 
     """Mean loss over the targets of all ranks' rows, in nats; all ranks call it."""
     model.decoder.eval()
     total = torch.zeros((), device=device)
-    for row in batch.micro_batches:
-        total += row_loss(model, row, batch.num_counted_global, device)
+    rows, num_counted = batch.micro_batches, batch.num_counted_global
+
+    def add(at: int, hidden_SD: Tensor) -> None:
+        total.add_(hidden_loss(model, hidden_SD, rows[at], num_counted, device))
+
+    if model.stages is None:
+        for at, row in enumerate(rows):
+            tokens_S, keywords = row_inputs(model, row, device)
+            add(at, model.decoder(tokens_S, **keywords))
+    else:
+        stage_pass(model, len(rows), lambda at, _: row_inputs(model, rows[at], device), add)
     model.decoder.train()
-    return model.data.sum(total)
+    # of ranks that share rows (a tensor group, the stages of a pipeline) one counts
+    total *= float(model.counts_loss)
+    dist.all_reduce(total)
+    return total
 
 
 @torch.no_grad()
@@ -118,30 +133,46 @@ def greedy(
 ) -> list[list[int]]:
     """The most likely continuation of each prompt, without its end token; all ranks call it.
 
-    Every rank computes all of them: units are gathered once and then stay, so ranks exchange
-    nothing token by token.
+    Every data rank computes all of them: units are gathered once and then stay, so ranks exchange
+    nothing token by token but the hidden states between stages. Prompts go on side by side, so that
+    each stage has one to work on.
     """
+    made: list[list[int]] = [[] for _ in prompts]
+    going = {
+        at: _Going(
+            torch.tensor(prompt, device=device), _caches(model, len(prompt) + max_new_tokens)
+        )
+        for at, prompt in enumerate(prompts)
+    }
     model.decoder.eval()
     with model.sampling():
-        outputs = [
-            _continue(model, list(prompt), max_new_tokens, set(end_tokens), device)
-            for prompt in prompts
-        ]
+        for _ in range(max_new_tokens):
+            tokens = _next(model, list(going.values())) if going else []
+            for at, token in zip(list(going), tokens):
+                if token in end_tokens:
+                    del going[at]
+                    continue
+                made[at].append(token)
+                going[at] = going[at]._replace(rows_S=torch.tensor([token], device=device))
     model.decoder.train()
-    return outputs
-
-
-def _continue(
-    model: TrainModel, prompt: list[int], max_new_tokens: int, ends: set[int], device: torch.device
-) -> list[int]:
-    cache = model.cache(len(prompt) + max_new_tokens)
-    made: list[int] = []
-    rows_S = torch.tensor(prompt, device=device)
-    while len(made) < max_new_tokens:
-        hidden_SD = model.decoder(rows_S, caches=[cache])
-        token = int(model.logits(hidden_SD[-1:]).argmax())
-        if token in ends:
-            break
-        made.append(token)
-        rows_S = torch.tensor([token], device=device)
     return made
+
+
+class _Going(NamedTuple):
+    """An answer that is not complete: tokens that its caches, one per stage, do not hold yet."""
+
+    rows_S: Tensor
+    caches: dict[int, KvCache]
+
+
+def _caches(model: TrainModel, capacity: int) -> dict[int, KvCache]:
+    stages = [0] if model.stages is None else model.stages.parts
+    return {stage: model.cache(capacity) for stage in stages}
+
+
+def _next(model: TrainModel, going: Sequence[_Going]) -> list[int]:
+    """The most likely token behind each."""
+    if model.stages is not None:
+        return next_tokens(model, [each.rows_S for each in going], [each.caches for each in going])
+    hidden = (model.decoder(each.rows_S, caches=[each.caches[0]]) for each in going)
+    return [int(model.logits(hidden_SD[-1:]).argmax()) for hidden_SD in hidden]

@@ -6,7 +6,7 @@ updated as the whole would be, without DTensor's dispatch for each of thousands 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,9 @@ class ShardedAdamW:
             are trained. The objects are kept, because FSDP2 puts others in their place meanwhile.
         weight_decay: decoupled; on matrices only.
         clip_norm: limit of the global norm; 0: none.
+        group: ranks that hold other parameters, the stages of a pipeline; None: nobody does.
+        counted_elsewhere: names here whose gradient another rank of `group` counts in the norm (an
+            embedding that is the head of another stage too).
 
     Attributes:
         before_change: called each time before weights, moments and counts change.
@@ -42,10 +45,15 @@ class ShardedAdamW:
         clip_norm: float = 0.0,
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
+        group: dist.ProcessGroup | None = None,
+        counted_elsewhere: Collection[str] = (),
     ) -> None:
-        self.named_parameters = {n: each for n, each in named_parameters if each.requires_grad}
+        every = dict(named_parameters)
+        self.named_parameters = {n: each for n, each in every.items() if each.requires_grad}
         self.parameters = list(self.named_parameters.values())
         self.clip_norm = clip_norm
+        self._group, self._elsewhere = group, frozenset(counted_elsewhere)
+        self._device = next((each.device for each in every.values()), torch.device("cpu"))
         self._betas, self._eps = betas, eps
         self._weight_decay = weight_decay
         self._state: dict[str, list[Tensor]] = {}
@@ -55,7 +63,9 @@ class ShardedAdamW:
         """Global norm of the gradients as they are; all ranks call it."""
         for parameter in self.parameters:
             _place_gradient(parameter)
-        return global_norm(self.parameters)
+        mine = self.named_parameters.items()
+        counted = [each for name, each in mine if name not in self._elsewhere]
+        return global_norm(counted, group=self._group, device=self._device)
 
     @torch.no_grad()
     def step(self, lr: float, skip: Tensor | None = None, norm: Tensor | None = None) -> Tensor:
@@ -97,11 +107,11 @@ class ShardedAdamW:
         found = {
             kind: {
                 name: _placed_as(parameter, local)
-                for (name, parameter), local in zip(names.items(), self._state[kind])
+                for (name, parameter), local in zip(names.items(), self._state.get(kind, []))
             }
             for kind in MOMENTS
         }
-        return found | {"step": dict(zip(names, self._state["step"]))}
+        return found | {"step": dict(zip(names, self._state.get("step", [])))}
 
     def state_bytes(self) -> int:
         """Bytes of the moments and counts on this rank."""
@@ -192,11 +202,24 @@ def _scale(grads: Iterable[Tensor | None], factor: Tensor) -> None:
         torch._foreach_mul_(alike, factor.to(dtype))
 
 
-def global_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
+def global_norm(
+    parameters: Iterable[nn.Parameter],
+    *,
+    group: dist.ProcessGroup | None = None,
+    device: torch.device | None = None,
+) -> Tensor:
     """The 2-norm of all gradients together, equal on all ranks; no value leaves the device.
 
     Squares of shards are added over the mesh dims that shard them, once per set of such dims;
-    gradients that every rank holds whole count once.
+    gradients that every rank holds whole count once. The sum over tensors is in float64: however
+    a model is cut into stages, the float32 norm is the same but for a rounding in 10^8.
+
+    Args:
+        group: ranks that hold other parameters; None: nobody does.
+        device: of the result where this rank holds no gradient.
+
+    Returns:
+        A scalar, float32 unless gradients are float64.
     """
     groups: dict[tuple, list[Tensor]] = {}
     for parameter in parameters:
@@ -211,8 +234,22 @@ def global_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
         groups.setdefault(key, []).append(_local(grad))
     squares = []
     for key, grads in groups.items():
-        square = torch.nn.utils.get_total_norm(grads).square()
+        square = _square_sum(grads)
         for dim in key[1:]:
             dist.all_reduce(square, group=key[0].get_group(dim))
         squares.append(square)
-    return torch.stack(squares).sum().sqrt()
+    total = torch.stack(squares).sum() if squares else torch.zeros((), device=device).double()
+    if group is not None:
+        dist.all_reduce(total, group=group)
+    is_double = any(grad.dtype is torch.float64 for grads in groups.values() for grad in grads)
+    return total.sqrt() if is_double else total.sqrt().float()
+
+
+def _square_sum(grads: list[Tensor]) -> Tensor:
+    """The sum of all squares, float64; each tensor's own norm in float32 or wider."""
+    norms = []
+    for dtype in dict.fromkeys(grad.dtype for grad in grads):
+        alike = [grad for grad in grads if grad.dtype is dtype]
+        wide = torch.promote_types(dtype, torch.float32)
+        norms += torch._foreach_norm(alike, 2.0, dtype=wide)
+    return torch.stack([norm.double() for norm in norms]).square().sum()

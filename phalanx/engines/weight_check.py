@@ -1,16 +1,17 @@
 """Replicas compared: weights that ranks hold more than once must be equal bit by bit.
 
 A parameter that a mesh axis does not cut is held by all ranks along that axis: everything along
-"replicate", and along "shard" or "tp" what is not cut there. Once they differ (a flipped bit, a
-kernel that rounds differently, a gradient that was not summed) training goes on and is wrong; only
-a comparison finds it.
+"replicate" and "cp", along "shard" or "tp" what is not cut there, and between the stages of a
+pipeline an embedding that is the head too. Once they differ (a flipped bit, a kernel that rounds
+differently, a gradient that was not summed) training goes on and is wrong; only a comparison finds
+it.
 """
 
 from __future__ import annotations
 
 import socket
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from statistics import median
 from typing import Any
@@ -20,8 +21,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from phalanx.engines.checkpoint.slices import Slice, slice_of
 from phalanx.engines.process import Process
-from phalanx.engines.slow_ranks import RankClock, slow_ranks, slow_text
+from phalanx.engines.slow_ranks import RankClock, SlowRank, slow_ranks, slow_text
 from phalanx.errors import WorldError
 
 _ROW_BYTES = 512
@@ -30,7 +32,8 @@ _ROW_BYTES = 512
 class WeightCheck:
     """Compares the replicas of a module's parameters, and the speed of ranks in the same gather.
 
-    Nothing is hashed or sent for parameters that every axis cuts. All ranks call the constructor
+    Nothing is hashed or sent for what one rank alone holds. Speeds are compared between ranks that
+    hold the same parameters: stages of a pipeline do different work. All ranks call the constructor
     and `run`, in the same order; the constructor before the first forward pass, in which FSDP2 puts
     gathered tensors in the place of a module's parameters.
 
@@ -41,18 +44,17 @@ class WeightCheck:
     Attributes:
         clock: give it what each step took on this rank.
         hosts: host name of each rank.
-        names: parameters that somebody else holds too.
+        names: parameters of which two ranks or more hold the same part; the same on all ranks.
     """
 
     def __init__(self, module: nn.Module, process: Process) -> None:
         self._process, self.clock = process, RankClock()
         parameters = dict(module.named_parameters())
-        cut = {name: _cut_axes(parameter) for name, parameter in parameters.items()}
-        groups = {axes: _groups(process, axes) for axes in set(cut.values())}
-        held = {n: axes for n, axes in cut.items() if any(len(g) > 1 for g in groups[axes])}
-        self.names = list(held)
-        self._parameters = [parameters[name] for name in held]
-        self._groups = [groups[axes] for axes in held.values()]
+        held = _all_held(process, {name: slice_of(name, each) for name, each in parameters.items()})
+        self._groups = _replicas(held)
+        self.names = list(self._groups)
+        self._parameters = [parameters.get(name) for name in self.names]
+        self._peers = _alike(held)
         self.hosts: list[str] = [socket.gethostname()] * process.world_size
         if process.world_size > 1:
             dist.all_gather_object(self.hosts, socket.gethostname())
@@ -74,10 +76,10 @@ class WeightCheck:
         hashes, rank_s = table[:, :-1], table[:, -1].view(torch.float64).tolist()
         for at, name in enumerate(self.names):
             column = hashes[:, at].tolist()
-            for group in self._groups[at]:
+            for group in self._groups[name]:
                 if len({column[rank] for rank in group}) > 1:
                     raise self._differ(step, name, group, column)
-        slow = slow_ranks(rank_s, self.hosts)
+        slow = [each for peers in self._peers for each in self._slow(rank_s, peers)]
         return {
             "kind": "ranks",
             "step": step,
@@ -86,14 +88,21 @@ class WeightCheck:
             "text": slow_text(slow, self.hosts),
         }
 
+    def _slow(self, rank_s: Sequence[float], peers: Sequence[int]) -> list[SlowRank]:
+        """Who of these is slow."""
+        theirs = [each if rank in peers else 0.0 for rank, each in enumerate(rank_s)]
+        return slow_ranks(theirs, self.hosts)
+
     def _hashes(self) -> Tensor:
-        """A hash of each replicated parameter, and this rank's speed, on the host."""
+        """A hash of each replicated parameter (0 where this rank has none of it), and this rank's
+        speed, on the host."""
         device, token_s = self._process.device, self.clock.take()
         rank_s = product_s(device) if device.type == "cuda" else token_s
         speed = torch.tensor([rank_s], dtype=torch.float64).view(torch.int64)
         if not self._parameters:
             return speed
-        hashes = torch.stack([bits_hash(parameter) for parameter in self._parameters])
+        nothing = torch.zeros((), dtype=torch.int64, device=device)
+        hashes = torch.stack([nothing if p is None else bits_hash(p) for p in self._parameters])
         return torch.cat([hashes.cpu(), speed])
 
     def _gathered(self, mine: Tensor) -> Tensor:
@@ -170,25 +179,31 @@ def _rows_hash(row_bytes: Tensor, first: int) -> Tensor:
     return (sums * (2 * places + 1)).sum()
 
 
-def _cut_axes(parameter: Tensor) -> frozenset[str]:
-    """Mesh axes along which ranks hold different parts."""
-    if not isinstance(parameter, DTensor):
-        return frozenset()
-    names = parameter.device_mesh.mesh_dim_names or ()
-    return frozenset(
-        name for name, placement in zip(names, parameter.placements) if not placement.is_replicate()
-    )
+def _all_held(process: Process, mine: Mapping[str, Slice]) -> list[dict[str, Slice]]:
+    """What each rank holds of each parameter, by rank."""
+    found = [dict(mine)] * process.world_size
+    if process.world_size > 1:
+        dist.all_gather_object(found, dict(mine))
+    return found
 
 
-def _groups(process: Process, cut: frozenset[str]) -> list[tuple[int, ...]]:
-    """Ranks that hold the same part of a parameter which the axes `cut` cut."""
-    names = process.mesh.mesh_dim_names or ()
-    found: dict[tuple[int, ...], list[int]] = {}
-    ranks = process.mesh.mesh
-    for place in torch.cartesian_prod(*(torch.arange(size) for size in ranks.shape)).view(
-        -1, ranks.dim()
-    ):
-        at = tuple(place.tolist())
-        key = tuple(at[dim] for dim, name in enumerate(names) if name in cut)
-        found.setdefault(key, []).append(int(ranks[at]))
-    return [tuple(sorted(group)) for group in found.values()]
+def _replicas(held: Sequence[Mapping[str, Slice]]) -> dict[str, list[tuple[int, ...]]]:
+    """Name -> ranks that hold the same part of it, for each part that more than one holds."""
+    groups: dict[str, dict[Slice, list[int]]] = {}
+    for rank, slices in enumerate(held):
+        for name, each in slices.items():
+            if each.num_elements:
+                groups.setdefault(name, {}).setdefault(each, []).append(rank)
+    shared = {
+        name: [tuple(ranks) for ranks in parts.values() if len(ranks) > 1]
+        for name, parts in groups.items()
+    }
+    return {name: found for name, found in shared.items() if found}
+
+
+def _alike(held: Sequence[Mapping[str, Slice]]) -> list[list[int]]:
+    """Ranks that hold parts of the same parameters, and so do the same work."""
+    found: dict[frozenset[str], list[int]] = {}
+    for rank, slices in enumerate(held):
+        found.setdefault(frozenset(slices), []).append(rank)
+    return list(found.values())

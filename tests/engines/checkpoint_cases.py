@@ -53,7 +53,8 @@ def awkward_run(rank, world_size, mesh, seed):
         fully_shard(module, mesh=grid[axes])
     optimizer = ShardedAdamW(module.named_parameters(), weight_decay=0.1, clip_norm=1.0)
     process = Process(rank, world_size, torch.device("cpu"), grid)
-    return SimpleNamespace(decoder=module), optimizer, process
+    data = SimpleNamespace(finish_update=lambda: None)  # weights are updated where they are held
+    return SimpleNamespace(decoder=module, data=data), optimizer, process
 
 
 def train_steps(model, optimizer, steps):

@@ -25,7 +25,13 @@ from phalanx.engines.checkpoint.manifest import (
 )
 from phalanx.engines.checkpoint.progress import Progress
 from phalanx.engines.checkpoint.slices import Slice
-from phalanx.engines.checkpoint.state import Entry, optimizer_entries, weight_entries
+from phalanx.engines.checkpoint.state import (
+    Entry,
+    Form,
+    all_forms,
+    optimizer_entries,
+    weight_entries,
+)
 from phalanx.engines.optim import ShardedAdamW
 from phalanx.engines.process import Process
 from phalanx.errors import JobError, nearest_names
@@ -76,12 +82,14 @@ def restore(
     stored = manifest.tensors
     if weights_only:
         stored = {n: t for n, t in stored.items() if not n.startswith(f"{OPTIMIZER}.")}
-    _require_same(path, entries, stored)
+    forms = all_forms(council, {name: each.tensor for name, each in entries.items()})
+    _require_same(path, forms, stored)
     optimizer.about_to_change()
     read_slices(path, entries, stored)
     for module in model.decoder.modules():
         if isinstance(module, FSDPModule):
             module.reshard()  # whole copies of the old weights may lie about
+    model.data.finish_update()
     if not weights_only and len(manifest.rng) == process.world_size:
         set_generator_states(manifest.rng[process.rank], process.device)
     return Progress.from_dict(manifest.progress)
@@ -157,23 +165,22 @@ def _with_legal(error: JobError, good: str | None) -> JobError:
 
 
 def _require_same(
-    path: Path, entries: Mapping[str, Entry], stored: Mapping[str, StoredTensor]
+    path: Path, forms: Mapping[str, Form], stored: Mapping[str, StoredTensor]
 ) -> None:
     where = f"checkpoint {path}"
     for name in stored:
-        if name not in entries:
-            legal = nearest_names(name, entries)
+        if name not in forms:
+            legal = nearest_names(name, forms)
             rule = "is no tensor that this job trains"
             raise JobError("model/tensor", where, name, rule, legal=legal)
-    for name, entry in entries.items():
+    for name, form in forms.items():
         if name not in stored:
             legal = nearest_names(name, stored)
             rule = "is trained by this job and is not stored"
             raise JobError("model/tensor", where, name, rule, legal=legal)
-        found, tensor = stored[name], entry.tensor
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        if (found.shape, found.dtype) != (tuple(tensor.shape), dtype):
-            rule = f"{name} must be {dtype} of shape {tuple(tensor.shape)}"
+        found = stored[name]
+        if (found.shape, found.dtype) != form:
+            rule = f"{name} must be {form.dtype} of shape {form.shape}"
             raise JobError("model/tensor", where, f"{found.dtype} {found.shape}", rule)
 
 

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from phalanx.engines.checkpoint import commit
 from phalanx.engines.checkpoint.agree import Council
@@ -24,6 +24,8 @@ from phalanx.engines.checkpoint.slices import Slice, require_whole, writers
 from phalanx.engines.checkpoint.snapshot import Staging
 from phalanx.engines.checkpoint.state import (
     Entry,
+    Form,
+    all_forms,
     optimizer_entries,
     predicted_bytes,
     weight_entries,
@@ -37,6 +39,13 @@ if TYPE_CHECKING:
     from phalanx.engines.trainer_model import TrainModel
 
 BEST = "best"
+
+
+class _Part(NamedTuple):
+    """Names whose slice this rank writes, and the forms of all that is written."""
+
+    mine: set[str]
+    forms: Mapping[str, Form]
 
 
 class Checkpoints:
@@ -77,8 +86,9 @@ class Checkpoints:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._staging: dict[str, Staging] = {}
         self._pending: deque[tuple[Snapshot, Future[Path | WorldError]]] = deque()
-        self._mine: dict[bool, set[str]] = {}
+        self._parts: dict[bool, _Part] = {}
         self._require_all_trained()
+        self._trained = all_forms(self._council, optimizer.named_parameters)
         optimizer.before_change.append(self._keep_apart)
         if process.leads:
             commit.recover(self.folder)
@@ -92,8 +102,8 @@ class Checkpoints:
             with_best: "best" is kept beside them, and one more while it is written.
         """
         num_ranks = self.process.world_size
-        best = predicted_bytes(self.optimizer, num_ranks, with_optimizer=False)
-        whole = predicted_bytes(self.optimizer, num_ranks)
+        best = predicted_bytes(self._trained, num_ranks, with_optimizer=False)
+        whole = predicted_bytes(self._trained, num_ranks)
         return (self.keep + 1 if periodic else 1) * whole + (2 * best if with_best else 0)
 
     def require_space(self, *, periodic: bool = True, with_best: bool = False) -> None:
@@ -128,12 +138,13 @@ class Checkpoints:
         entries = weight_entries(self.optimizer)
         if name != BEST:
             entries |= optimizer_entries(self.optimizer)
-        mine = self._written_here(name != BEST, entries)
+        part = self._part(name != BEST, entries)
         staging = self._staging.setdefault(name, Staging(self.process.device))
-        values = staging.take({key: each.local for key, each in entries.items() if key in mine})
+        here = {key: each.local for key, each in entries.items() if key in part.mine}
+        values = staging.take(here)
         keep = 1 if name == BEST else self.keep
         rng = generator_states(self.process.device)
-        snapshot = Snapshot(name, progress, keep, staging, values, entries, rng)
+        snapshot = Snapshot(name, progress, keep, staging, values, entries, part.forms, rng)
         self._pending.append((snapshot, self._thread.submit(self._writer.write, snapshot)))
 
     def wait(self) -> None:
@@ -177,17 +188,18 @@ class Checkpoints:
             self.on_saved(snapshot.progress, snapshot.name, outcome)
         return None
 
-    def _written_here(self, with_optimizer: bool, entries: Mapping[str, Entry]) -> set[str]:
-        """Names whose slice this rank writes; agreed with the others at the first of a kind."""
-        if with_optimizer not in self._mine:
-            record = {name: each.held for name, each in entries.items()}
+    def _part(self, with_optimizer: bool, entries: Mapping[str, Entry]) -> _Part:
+        """What this rank writes; agreed with the others at the first of a kind."""
+        if with_optimizer not in self._parts:
+            forms = all_forms(self._council, {name: each.tensor for name, each in entries.items()})
             held = [
                 {name: Slice(*map(tuple, each)) for name, each in of_rank.items()}
-                for of_rank in self._council.gather(record)
+                for of_rank in self._council.gather({n: each.held for n, each in entries.items()})
             ]
-            num_bytes = {name: each.tensor.element_size() for name, each in entries.items()}
-            for name, each in entries.items():
-                distinct = {of_rank[name] for of_rank in held if of_rank[name].num_elements}
-                require_whole(name, each.tensor.shape, sorted(distinct))
-            self._mine[with_optimizer] = writers(held, num_bytes)[self.process.rank]
-        return self._mine[with_optimizer]
+            for name, form in forms.items():
+                distinct = {of_rank[name] for of_rank in held if name in of_rank}
+                require_whole(name, form.shape, sorted(d for d in distinct if d.num_elements))
+            num_bytes = {name: form.element_bytes for name, form in forms.items()}
+            mine = writers(held, num_bytes)[self.process.rank]
+            self._parts[with_optimizer] = _Part(mine, forms)
+        return self._parts[with_optimizer]

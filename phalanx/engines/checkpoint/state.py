@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
+from phalanx.engines.checkpoint.agree import Council
 from phalanx.engines.checkpoint.manifest import OPTIMIZER, WEIGHTS
 from phalanx.engines.checkpoint.slices import Slice, local_part, slice_of
 from phalanx.engines.optim import ShardedAdamW
@@ -15,7 +20,7 @@ NAMED_BYTES = 256  # of a slice in a header and in the manifest, about
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor of the state.
+    """A tensor of the state, as a rank holds it.
 
     Attributes:
         part: kind of file that it is kept in, `WEIGHTS` or `OPTIMIZER`.
@@ -33,6 +38,39 @@ class Entry:
         return local_part(self.tensor)
 
 
+class Form(NamedTuple):
+    """Shape and dtype of a whole tensor; all ranks know those of all, whoever holds them."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Form:
+        """Of a plain tensor or a DTensor."""
+        return cls(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+
+    @property
+    def element_bytes(self) -> int:
+        """Of one element."""
+        return getattr(torch, self.dtype).itemsize
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the tensor."""
+        return prod(self.shape) * self.element_bytes
+
+
+def all_forms(council: Council, tensors: Mapping[str, Tensor]) -> dict[str, Form]:
+    """Of the tensors of all ranks together, by name; the stages of a pipeline hold different ones.
+
+    All ranks call it.
+    """
+    forms: dict[str, Form] = {}
+    for of_rank in council.gather({name: Form.of(each) for name, each in tensors.items()}):
+        forms |= {name: Form(tuple(shape), dtype) for name, (shape, dtype) in of_rank.items()}
+    return forms
+
+
 def weight_entries(optimizer: ShardedAdamW) -> dict[str, Entry]:
     """Trained parameters: the optimizer's, because those of the module may be gathered just now."""
     named = optimizer.named_parameters.items()
@@ -48,9 +86,14 @@ def optimizer_entries(optimizer: ShardedAdamW) -> dict[str, Entry]:
     }
 
 
-def predicted_bytes(optimizer: ShardedAdamW, num_ranks: int, *, with_optimizer: bool = True) -> int:
-    """Of one checkpoint of all ranks together; headers and the manifest are estimated."""
-    tensors = optimizer.named_parameters.values()
-    values = sum(each.numel() * each.element_size() for each in tensors)
+def predicted_bytes(
+    forms: Mapping[str, Form], num_ranks: int, *, with_optimizer: bool = True
+) -> int:
+    """Of one checkpoint of all ranks together; headers and the manifest are estimated.
+
+    Args:
+        forms: of all trained weights.
+    """
+    values = sum(each.num_bytes for each in forms.values())
     copies, kinds = (3, 4) if with_optimizer else (1, 1)
-    return copies * values + kinds * len(tensors) * (num_ranks + 1) * NAMED_BYTES
+    return copies * values + kinds * len(forms) * (num_ranks + 1) * NAMED_BYTES

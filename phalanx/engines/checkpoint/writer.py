@@ -25,7 +25,7 @@ from phalanx.engines.checkpoint.manifest import (
 from phalanx.engines.checkpoint.progress import Progress
 from phalanx.engines.checkpoint.shard_file import FileRecord, write_shard
 from phalanx.engines.checkpoint.snapshot import Staging, Values
-from phalanx.engines.checkpoint.state import Entry
+from phalanx.engines.checkpoint.state import Entry, Form
 from phalanx.engines.process import Process
 from phalanx.errors import WorldError
 
@@ -39,7 +39,8 @@ class Snapshot:
         keep: how many of its kind stay.
         staging: whose memory the values are in.
         values: what this rank writes.
-        entries: the whole state, equal on all ranks but for what each holds.
+        entries: the state of which this rank holds something.
+        forms: of the whole state, equal on all ranks.
         rng: states of this rank's generators.
     """
 
@@ -49,6 +50,7 @@ class Snapshot:
     staging: Staging
     values: Values
     entries: Mapping[str, Entry]
+    forms: Mapping[str, Form]
     rng: dict[str, str]
 
 
@@ -113,11 +115,10 @@ class Writer:
         """Rank 0, when all files are there: manifest, rename, and older ones away."""
         files = {name: StoredFile(*each) for r in records for name, each in r["files"].items()}
         tensors = {}
-        for name, entry in snapshot.entries.items():
+        for name, form in snapshot.forms.items():
             found = [r["slices"][name] for r in records if name in r["slices"]]
             slices = tuple(StoredSlice(f, tuple(offset), tuple(n)) for f, offset, n in found)
-            dtype = str(entry.tensor.dtype).removeprefix("torch.")
-            tensors[name] = StoredTensor(tuple(entry.tensor.shape), dtype, slices)
+            tensors[name] = StoredTensor(form.shape, form.dtype, slices)
         mesh = self.process.mesh
         manifest = Manifest(
             job_key=self.job_key,
