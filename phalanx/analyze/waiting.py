@@ -85,7 +85,7 @@ def _simulated(trace: Trace) -> tuple[np.ndarray, np.ndarray]:
         ends_s = np.maximum.accumulate(start_s + trace.columns["dur_s"][mine])
         earlier = np.searchsorted(start_s, start_s, side="left")  # rows that began before
         before_s = np.where(earlier > 0, ends_s[np.maximum(earlier - 1, 0)], 0.0)
-        is_first = np.concatenate([[True], start_s[1:] != start_s[:-1]]) if len(mine) else []
+        is_first = np.diff(start_s, prepend=-np.inf) != 0.0
         gaps_s = np.maximum(start_s - before_s, 0.0) * is_first
         kept = exchanges[mine] & (gaps_s >= 0.0)
         rows.append(mine[kept])

@@ -112,8 +112,9 @@ class Fingerprints:
         if self._step < 0:
             return
         for name, parameter in self._model.decoder.named_parameters():
-            if parameter.grad is not None:
-                self._whole("G", name, parameter.grad)
+            grad = self._model.data.held(parameter).grad
+            if grad is not None:
+                self._whole("G", name, grad)
 
     def _weights(self) -> None:
         for name, parameter in self._model.decoder.named_parameters():
@@ -132,11 +133,9 @@ class Fingerprints:
 
     def _counts(self, name: str) -> bool:
         """Whether this rank is the one of those with equal weights that writes them down."""
-        stages = getattr(self._model, "stages", None)
-        elsewhere = stages is not None and name in stages.tied
-        context = getattr(self._model, "context", None)
-        later = context is not None and context.rank > 0
-        return not (self._model.data.rank or self._model.tensor.rank or elsewhere or later)
+        elsewhere = self._model.stages is not None and name in self._model.stages.tied
+        context = self._model.context.rank if self._model.context else 0
+        return not (self._model.data.rank or self._model.tensor.rank or context or elsewhere)
 
     def _watched(self) -> Iterator[tuple[str, nn.Module]]:
         body = self._model.decoder.model
