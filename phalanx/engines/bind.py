@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from math import prod
 
 import torch
@@ -24,40 +23,9 @@ from torch.distributed.tensor import DTensor
 from phalanx.engines.joint_axes import joint_mesh, side_by_side
 from phalanx.engines.unit_scatter import UnitScatter
 from phalanx.engines.unit_sum import UnitGradients, UnitSum
+from phalanx.engines.units import PLACEMENTS, BoundUnit, claimed, specs_by_placement, units_of
 from phalanx.errors import PlanError
-from phalanx.policy import Rule, Spec
-
-PLACEMENTS = ("shard", "update", "replicate")
-
-
-@dataclass(frozen=True)
-class BoundUnit:
-    """Modules that are gathered and reduced together.
-
-    Attributes:
-        name: canonical, "" for the root, which holds what no other unit claims; the pattern of
-            their rule for modules that it takes out of other units.
-        modules: one, or those taken out.
-        shard, update, replicate: the rules that apply to it, by placement.
-        is_frozen: no parameter that it claims is trained.
-    """
-
-    name: str
-    modules: tuple[nn.Module, ...]
-    shard: Rule | None
-    update: Rule | None
-    replicate: Rule | None
-    is_frozen: bool = False
-
-    @property
-    def module(self) -> nn.Module:
-        """Where torch keeps the state of the unit."""
-        return self.modules[0]
-
-    @property
-    def stays_gathered(self) -> bool:
-        """Nothing in it ever changes, and it is not given back after its forward pass anyway."""
-        return self.shard is not None and not self.shard.reshard and self.is_frozen
+from phalanx.policy import Spec
 
 
 class BoundData:
@@ -214,10 +182,10 @@ def bind_data(
         PlanError: `plan/illegal` for an axis that the mesh lacks, a placement that is no data
             placement, or one that comes twice.
     """
-    by_placement = _by_placement(specs, mesh)
+    by_placement = specs_by_placement(specs, mesh)
     shard, update, replicate = placed = tuple(by_placement.get(name) for name in PLACEMENTS)
     dtypes = {"param_dtype": param_dtype, "reduce_dtype": reduce_dtype}
-    units = _units(module, placed, dtypes)
+    units = units_of(module, placed, dtypes)
     sums: Sequence[UnitGradients] = ()
     if shard is not None:
         _require_order(units, mesh, replicate, shard)
@@ -235,91 +203,31 @@ def bind_data(
     return BoundData(units, groups, sums, split)
 
 
-def _by_placement(specs: Sequence[Spec], mesh: DeviceMesh) -> dict[str, Spec]:
-    found: dict[str, Spec] = {}
-    for spec in specs:
-        placement = spec.rules()[-1].placement
-        where = f"policy.{spec.family}.{spec.policy_name}"
-        if placement not in PLACEMENTS or any(r.placement != placement for r in spec.rules()):
-            rule = "is no placement of data parallelism"
-            raise PlanError("plan/illegal", where, placement, rule, legal=PLACEMENTS)
-        if placement in found:
-            raise PlanError("plan/illegal", where, placement, "only one policy may place so")
-        if spec.axis not in (mesh.mesh_dim_names or ()):
-            rule, legal = "the mesh has no such axis", mesh.mesh_dim_names or ()
-            raise PlanError("plan/illegal", f"{where}.axis", spec.axis, rule, legal=legal)
-        found[placement] = spec
-    if "shard" in found and "update" in found:
-        names = [spec.policy_name for spec in specs]
-        rule, legal = "both cut the optimizer's state", [found["shard"].policy_name]
-        raise PlanError("plan/illegal", "plan.data", names, rule, legal=legal)
-    return found
+def stored_dtype(specs: Sequence[Spec], master: str, compute: str) -> str:
+    """The dtype of a module's own parameters where weights are updated in `master`.
 
+    Sharding casts what it gathers, so shards are kept in `master`; where only the update is cut,
+    the module computes with its own parameters and master copies are apart.
 
-_Rules = tuple[Rule | None, ...]  # one per placement
-
-
-def _units(
-    root: nn.Module, specs: Sequence[Spec | None], dtypes: dict[str, str]
-) -> list[BoundUnit]:
-    """The root; the outermost modules whose rules are others than the root's; and inside those, by
-    rule, the modules whose rules are others again."""
-
-    def rules_for(path: str) -> _Rules:
-        return tuple(_with_dtypes(spec, path, dtypes) for spec in specs)
-
-    outside = rules_for("")
-    units = [BoundUnit("", (root,), *outside)]
-    taken: dict[_Rules, list[nn.Module]] = {}
-    unit_path = taken_path = None
-    for path, module in root.named_modules():
-        rules = rules_for(path)
-        if not path or rules == outside or _is_below(path, taken_path):
-            continue
-        if not _is_below(path, unit_path):
-            units.append(BoundUnit(path, (module,), *rules))
-            unit_path = path
-        elif rules != (units[-1].shard, units[-1].update, units[-1].replicate):
-            taken.setdefault(rules, []).append(module)
-            taken_path = path
-    units += [BoundUnit(_pattern(rules), tuple(found), *rules) for rules, found in taken.items()]
-    return [replace(each, is_frozen=not _claimed(units, each)) for each in units]
-
-
-def _is_below(path: str, above: str | None) -> bool:
-    return above is not None and path.startswith(f"{above}.")
-
-
-def _pattern(rules: _Rules) -> str:
-    return next(rule.pattern for rule in rules if rule is not None)
-
-
-def _with_dtypes(spec: Spec | None, path: str, dtypes: dict[str, str]) -> Rule | None:
-    rule = None if spec is None else spec.rule_for(path)
-    missing = {name: dtype for name, dtype in dtypes.items() if rule and not getattr(rule, name)}
-    return replace(rule, **missing) if missing else rule
-
-
-def _claimed(units: Sequence[BoundUnit], unit: BoundUnit) -> list[nn.Parameter]:
-    """The trainable parameters of a unit, without those that a unit inside it claims."""
-    inside = {module for each in units for module in each.modules if each is not unit}
-    inside.difference_update(_surrounding(units, unit))
-    theirs = {parameter for module in inside for parameter in module.parameters()}
-    mine = (parameter for module in unit.modules for parameter in module.parameters())
-    return [parameter for parameter in mine if parameter.requires_grad and parameter not in theirs]
-
-
-def _surrounding(units: Sequence[BoundUnit], unit: BoundUnit) -> set[nn.Module]:
-    """Modules of other units that contain this one."""
-    modules = (module for each in units for module in each.modules)
-    return {module for module in modules if unit.modules[0] in set(module.modules())}
+    Raises:
+        PlanError: `plan/illegal` where the dtypes differ and no spec casts.
+    """
+    placements = {spec.rules()[-1].placement for spec in specs}
+    if master == compute or "shard" in placements:
+        return master
+    if "update" in placements:
+        return compute
+    rule = f"casts nothing, so weights kept in {master} cannot be computed in {compute}"
+    legal = ["fsdp or zero, on an axis of any size", f"model.dtype = {master}"]
+    names = [spec.policy_name for spec in specs]
+    raise PlanError("plan/illegal", "plan.data", names, rule, legal=legal)
 
 
 def _unit_sum(
     units: Sequence[BoundUnit], unit: BoundUnit, group: dist.ProcessGroup
 ) -> UnitGradients:
     dtype = _dtype(unit.replicate.reduce_dtype) if unit.replicate else None
-    return UnitSum(lambda: _claimed(units, unit), group, dtype)
+    return UnitSum(lambda: claimed(units, unit), group, dtype)
 
 
 def _unit_scatter(
@@ -330,7 +238,7 @@ def _unit_scatter(
     master: torch.dtype | None,
 ) -> UnitGradients:
     return UnitScatter(
-        lambda: _claimed(units, unit),
+        lambda: claimed(units, unit),
         mesh,
         replicas,
         dtype=_dtype(unit.update.reduce_dtype),

@@ -23,7 +23,7 @@ Activations are [tokens, ...]: rows of a packed batch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from math import ceil, prod
@@ -93,12 +93,17 @@ class BoundTensor:
         finally:
             self.splits_tokens = before
 
-    def finish_step(self) -> None:
+    def finish_step(
+        self, held: Callable[[nn.Parameter], nn.Parameter] = lambda parameter: parameter
+    ) -> None:
         """Sum the partial gradients; once a step, after `BoundData.finish_step`.
 
         Shards travel padded to equal size, as in all exchanges of what a data axis has cut.
+
+        Args:
+            held: of a parameter the one that has its gradient, `BoundData.held`.
         """
-        grads = [getattr(module, name).grad for module, name in self.partial]
+        grads = [held(getattr(module, name)).grad for module, name in self.partial]
         shards = [_padded_shard(grad) for grad in grads if grad is not None]
         if not shards:
             return

@@ -170,7 +170,8 @@ def build(case: Case, process: Process) -> TrainModel:
 
 def train_bound(rank: int, world_size: int, case: Case) -> Outcome:
     model = build(case, cpu_process(rank, world_size, case))
-    optimizer = ShardedAdamW(model.decoder.named_parameters(), weight_decay=DECAY, clip_norm=CLIP)
+    held = model.data.named_held(model.decoder.named_parameters())
+    optimizer = ShardedAdamW(held, weight_decay=DECAY, clip_norm=CLIP)
     before = _frozen(model)
     losses, norms = [], []
     for step in range(case.steps):
@@ -183,12 +184,11 @@ def train_bound(rank: int, world_size: int, case: Case) -> Outcome:
             total += loss.detach()
         model.finish_step()
         norms.append(float(optimizer.step(case.lr)))
+        model.data.finish_update()
         losses.append(float(model.data.sum(total)))
     after = _frozen(model)
     changed = tuple(name for name, value in before.items() if not torch.equal(after[name], value))
-    return Outcome(
-        losses, norms, dict(model.whole_trainable()), changed, _misplaced(model, optimizer)
-    )
+    return Outcome(losses, norms, dict(model.whole_trainable()), changed, _misplaced(optimizer))
 
 
 def _frozen(model: TrainModel) -> dict[str, Tensor]:
@@ -200,12 +200,11 @@ def _frozen(model: TrainModel) -> dict[str, Tensor]:
     }
 
 
-def _misplaced(model: TrainModel, optimizer: ShardedAdamW) -> tuple[str, ...]:
+def _misplaced(optimizer: ShardedAdamW) -> tuple[str, ...]:
     state = optimizer.state_dict()
     return tuple(
         name
-        for name, parameter in model.decoder.named_parameters()
-        if parameter.requires_grad
+        for name, parameter in optimizer.named_parameters.items()
         for kind in ("exp_avg", "exp_avg_sq")
         if _place(state[kind][name]) != _place(parameter)
     )
