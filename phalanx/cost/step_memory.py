@@ -14,6 +14,8 @@ always there; beside them, the most of these moments of a step whose last backwa
 
 Gradients that wait for the last micro-batch: G psi of a sharded unit, K psi of a whole one. Reduced
 ones: G psi / F of a sharded unit, (K + G) psi of one that replicas sum in a copy, K psi otherwise.
+Where only the update of whole weights is cut (ZeRO 1 and 2), a rank ends with G psi / F and has
+8 / F of optimizer state, and M / F of masters beside weights in another dtype.
 
 Source: torch/distributed/fsdp/_fully_shard of PyTorch 2.13 (`post_backward`, `foreach_reduce`:
 gradients in the reduction's dtype wait, one copy is reduced at a time), `engines.unit_sum`,
@@ -26,7 +28,7 @@ Differences and limits: blocks of 2 MiB and more go back to the system when they
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from math import prod
 
@@ -44,7 +46,9 @@ LOGIT_CHUNK_BYTES = 1 << 27  # ops.loss holds at most so many bytes of logits
 class Unit:
     """A unit of the data specs in bytes: stored on a rank, gathered; and trained elements held.
 
-    `is_root`: it holds what no other unit claims; `is_summed`: replicas add its gradients up.
+    `is_root`: it holds what no other unit claims; `is_summed`: replicas add its gradients up;
+    `update`: the rule that cuts the update of whole weights over ranks, `updated` the elements that
+    this rank updates.
     """
 
     rule: Rule | None
@@ -54,6 +58,13 @@ class Unit:
     num_trained: int
     is_root: bool = False
     is_summed: bool = False
+    update: Rule | None = None
+    updated: float = 0.0
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether a rank ends with a part of its gradients."""
+        return self.rule is not None or self.update is not None
 
     def gathers(self, num_items: float) -> float:
         """Times that it is gathered in a step."""
@@ -64,7 +75,8 @@ class Unit:
     @property
     def reduces_always(self) -> bool:
         """Whether its gradients are scattered after every micro-batch, not only the last."""
-        exchanges = self.rule.exchanges if self.rule is not None else ()
+        rule = self.rule or self.update
+        exchanges = rule.exchanges if rule is not None else ()
         return any(each.of == "grads" and each.when == "always" for each in exchanges)
 
     @property
@@ -75,13 +87,21 @@ class Unit:
 
 def shard_spec(specs: Iterable[Spec]) -> Spec | None:
     """The spec that shards parameters, if one does."""
-    return next((s for s in specs if s.rules()[-1].placement == "shard"), None)
+    return _placed(specs, "shard")
 
 
-def shard_degree(specs: Iterable[Spec], mesh: Mesh, work: Workload) -> int:
-    """Ranks that share the weights: those of the sharding axis, and of a context axis with it."""
-    shard = shard_spec(specs)
-    return mesh.degree(shard.axis) * work.context_degree if shard else 1
+def update_spec(specs: Iterable[Spec]) -> Spec | None:
+    """The spec that shards the update of whole parameters, if one does."""
+    return _placed(specs, "update")
+
+
+def _placed(specs: Iterable[Spec], placement: str) -> Spec | None:
+    return next((s for s in specs if s.rules()[-1].placement == placement), None)
+
+
+def cut_degree(spec: Spec | None, mesh: Mesh, work: Workload) -> int:
+    """Ranks that share what a spec cuts: those of its axis, and of a context axis with it."""
+    return mesh.degree(spec.axis) * work.context_degree if spec is not None else 1
 
 
 def units_of(
@@ -97,8 +117,8 @@ def units_of(
     Args:
         holds: whether the rank holds a tensor (`cost.pipeline_parts`).
     """
-    shard = shard_spec(specs)
-    degree = shard_degree(specs, mesh, work)
+    shard, update = shard_spec(specs), update_spec(specs)
+    degree, parts = cut_degree(shard, mesh, work), cut_degree(update, mesh, work)
     stored = DTYPE_BYTES[config.dtype]
     named = canonical_tensors(config)
     adapters = list(lora_tensors(config, work.lora).values()) if work.lora else []
@@ -107,19 +127,27 @@ def units_of(
     for spec in filter(lambda each: holds(each.name), (*named.values(), *adapters)):
         by_unit.setdefault(_unit_name(spec.name, rules), []).append(spec)
     copies = work.context_degree * prod(mesh.degree(each.axis) for each in specs)
-    is_summed = shard is None and copies > 1
+    is_summed = shard is None and update is None and copies > 1
     units = []
     for name, tensors in by_unit.items():
-        held, gathered, trained, num_trained = 0.0, 0.0, 0.0, 0
+        held, gathered, trained, updated, num_trained = 0.0, 0.0, 0.0, 0.0, 0
         for spec in tensors:
             share = -(-spec.shape[0] // degree) / spec.shape[0]  # of dim 0, padded
+            own = share * -(-spec.shape[0] // parts) / spec.shape[0]
             is_trained = spec.is_trained and (work.lora is None or ".lora_" in spec.name)
-            held += spec.num_elements * share * (master_bytes if is_trained else stored)
+            if is_trained and update is not None:
+                masters = master_bytes * own if master_bytes != stored else 0.0
+                held += spec.num_elements * (stored + masters)
+            else:
+                held += spec.num_elements * share * (master_bytes if is_trained else stored)
             gathered += spec.num_elements * share * degree * stored if shard else 0.0
             trained += spec.num_elements * share * is_trained
+            updated += spec.num_elements * own * is_trained
             num_trained += spec.num_elements * is_trained
         rule = _rule_for(tensors[0].name.removesuffix(".weight"), rules)
-        units.append(Unit(rule, held, gathered, trained, num_trained, not name, is_summed))
+        unit = Unit(rule, held, gathered, trained, num_trained, not name, is_summed)
+        cut = update.rule_for(name) if update is not None else None
+        units.append(replace(unit, update=cut, updated=updated))
     return units
 
 
@@ -161,7 +189,7 @@ def memory_terms(
     itemsize = DTYPE_BYTES[config.dtype]
     always = {
         "weights": sum(u.stored for u in units),
-        "optimizer": 8.0 * sum(u.trained for u in units),
+        "optimizer": 8.0 * sum(u.updated for u in units),
     }
     gathered = _gathered_bytes(units)
     gradients = _gradient_bytes(config, work, units, head_rows, reduce_bytes)
@@ -222,18 +250,18 @@ def _gradient_bytes(
 
     def before(unit: Unit) -> float:
         is_there = accumulates and unit.reduces_always
-        return waits(unit) + is_there * reduce_bytes * unit.trained
+        return waits(unit) + is_there * reduce_bytes * unit.updated
 
     def reduced(unit: Unit) -> float:
-        if unit.rule is not None:
-            return reduce_bytes * unit.trained
+        if unit.is_cut:
+            return reduce_bytes * unit.updated
         return float(unit.num_trained * (itemsize + reduce_bytes * unit.is_summed))
 
     def reducing(unit: Unit) -> float:
         """A unit's own, whole and in the copy that is reduced."""
         whole = waits(unit) or float(unit.num_trained * itemsize)
-        is_copied = unit.rule is not None or unit.is_summed
-        scattered = reduce_bytes * unit.trained if unit.rule is not None else 0.0
+        is_copied = unit.is_cut or unit.is_summed
+        scattered = reduce_bytes * unit.updated if unit.is_cut else 0.0
         return whole + is_copied * reduce_bytes * unit.num_trained + scattered
 
     waiting, of_head = sum(map(before, units)), itemsize * num_head

@@ -54,7 +54,7 @@ import numpy as np
 from phalanx.cost.local_shapes import local_config
 from phalanx.cost.pipeline_memory import terms_of_ranks, units_of_ranks
 from phalanx.cost.pipeline_parts import Pipeline
-from phalanx.cost.step_memory import Unit, shard_degree, shard_spec
+from phalanx.cost.step_memory import Unit, cut_degree, shard_spec, update_spec
 from phalanx.cost.step_seconds import (
     Priced,
     RateKey,
@@ -271,14 +271,15 @@ def _after_seconds(
     """What a rank does beside the passes of its stages."""
     gathered = sum(u.gathers(work.num_items) * u.gathered for u in units)
     seconds = {
-        "gather": gathered / value["all_gather"],
+        "gather": gathered / value["all_gather"]
+        + _updated_seconds(config, units, data, value, mesh, work),
         "reduce": _reduced_seconds(units, data, value, mesh, reduce_bytes, work),
     }
     ends = (pipeline.rank_of_stage[0], pipeline.rank_of_stage[-1])
     if pipeline.shares_embedding() and rank in ends and work.lora is None:
         shared = config.vocab_size * config.hidden_size * reduce_bytes
         seconds["reduce"] += shared / value["all_reduce"]
-    seconds["optimizer"] = sum(u.trained for u in units) * value["optimizer"]
+    seconds["optimizer"] = sum(u.updated for u in units) * value["optimizer"]
     return seconds
 
 
@@ -290,11 +291,31 @@ def _reduced_seconds(
     reduce_bytes: int,
     work: Workload,
 ) -> float:
-    shard = shard_spec(data)
-    num_trained = sum(unit.num_trained for unit in units)
-    held = sum(unit.trained for unit in units)
-    is_cut = shard_degree(data, mesh, work) > 1
-    seconds = num_trained * reduce_bytes / value["reduce_scatter"] if is_cut else 0.0
-    copies = [mesh.degree(spec.axis) for spec in data if spec is not shard]
-    copies += [work.context_degree] if shard is None else []
-    return seconds + (held * reduce_bytes / value["all_reduce"] if max([1, *copies]) > 1 else 0.0)
+    """Scattered to the ranks that share weights or their update, as often as a unit's rule says;
+    then summed over replicas; then updated weights are gathered where only the update is cut."""
+    shard, update = shard_spec(data), update_spec(data)
+    cut, seconds = shard or update, 0.0
+    if cut_degree(cut, mesh, work) > 1:
+        times = [work.num_items if unit.reduces_always else 1.0 for unit in units]
+        scattered = sum(unit.num_trained * count for unit, count in zip(units, times))
+        seconds += scattered * reduce_bytes / value["reduce_scatter"]
+    copies = [mesh.degree(spec.axis) for spec in data if spec is not cut]
+    copies += [work.context_degree] if cut is None else []
+    if max([1, *copies]) > 1:
+        held = sum(unit.updated for unit in units)
+        seconds += held * reduce_bytes / value["all_reduce"]
+    return seconds
+
+
+def _updated_seconds(
+    config: DecoderConfig,
+    units: Sequence[Unit],
+    data: Sequence[Spec],
+    value: Mapping[RateKey, float],
+    mesh: Mesh,
+    work: Workload,
+) -> float:
+    """Gathering weights that every rank updated a part of."""
+    if cut_degree(update_spec(data), mesh, work) == 1:
+        return 0.0
+    return sum(u.num_trained for u in units) * DTYPE_BYTES[config.dtype] / value["all_gather"]

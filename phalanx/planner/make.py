@@ -136,7 +136,8 @@ def policy_tables(job: Job, mesh: Mesh) -> tuple[dict[str, Any], list[dict[str, 
     if "plan.data" not in job.origin and "shard" not in mesh.names:
         data = []
     chosen = [("data", entry) for entry in data]
-    chosen += [("tensor", job.plan.tensor), ("context", job.plan.context)]
+    context = job.plan.context if isinstance(job.plan.context, list) else [job.plan.context]
+    chosen += [("tensor", job.plan.tensor), *(("context", entry) for entry in context)]
     specs = [_table(family, entry) for family, entry in chosen if entry]
     return order, specs
 

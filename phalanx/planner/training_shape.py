@@ -7,12 +7,15 @@ from dataclasses import dataclass, field, replace
 from math import lcm, prod
 from typing import Any
 
-from phalanx.cost.training import Pipeline, Workload, row_multiple, row_tokens_for
-from phalanx.errors import JobError, PlanError, nearest_numbers
+from phalanx.cost.local_shapes import local_config
+from phalanx.cost.training import Pipeline, Workload, row_tokens_for
+from phalanx.cost.training import row_multiple as filled_up_to
+from phalanx.errors import JobError, PlanError
 from phalanx.job import Job
-from phalanx.layout.placement import divisors
+from phalanx.layout.context_part import require_head_split
 from phalanx.layout.stage_split import StageRange, split_layers
 from phalanx.layout.tensor_split import tensor_legality
+from phalanx.layout.token_layout import row_multiple
 from phalanx.mesh import Mesh
 from phalanx.models.adapter_folder import lora_of
 from phalanx.models.config import DecoderConfig
@@ -87,10 +90,11 @@ class TrainingShape:
 
     @property
     def token_parts(self) -> int:
-        """Rows hold a multiple of so many tokens: two pieces for each context rank, so that every
-        layout of tokens is even, and a part of each for every rank that shares tokens."""
-        pieces = 2 * self.context_degree if self.context_degree > 1 else 1
-        return pieces * (self.tensor_degree if self.splits_tokens else 1)
+        """Rows hold a multiple of so many tokens: what the layout of tokens over context ranks asks
+        for, and a part of each for every tensor rank that shares tokens."""
+        layouts = [spec.rule_for("") for spec in self.specs if spec.family == "context"]
+        pieces = [row_multiple(each.placement, self.context_degree) for each in layouts if each]
+        return max([1, *pieces]) * (self.tensor_degree if self.splits_tokens else 1)
 
     def _degree(self, family: str) -> int:
         axes = {spec.axis for spec in self.specs if spec.family == family}
@@ -116,12 +120,16 @@ def with_layout(job: Job, config: DecoderConfig, num_ranks: int) -> Job:
 
 def _with_data(job: Job) -> Job:
     """The same where the job names a mesh but no data policy: one for every data axis. Context
-    ranks sum gradients as data ranks do, so they need one too, on an axis of one rank."""
+    ranks sum gradients as data ranks do, and stages may keep masters, so they have one too, on an
+    axis of one rank."""
     mesh = dict(job.plan.mesh)
     if not mesh or "plan.data" in _named(job):
         return job
-    if mesh.get("cp", 1) > 1 and not any(axis in mesh for axis in DATA_AXES):
+    is_staged = mesh.get(PIPELINE_AXIS, 1) > 1
+    if (job.plan.context or is_staged) and not any(axis in mesh for axis in DATA_AXES):
         mesh = {"shard" if _casts_weights(job) else "replicate": 1} | mesh
+        if is_staged and "shard" in mesh:
+            return _laid_out(job, mesh, "zero")
     if "replicate" not in mesh:
         return _laid_out(job, mesh, job.plan.data) if "shard" in mesh else job
     return _laid_out(job, mesh, [job.plan.data, "replicate"] if "shard" in mesh else "replicate")
@@ -218,20 +226,13 @@ def _require_whole_weights(mesh: Mesh, specs: Sequence[Spec]) -> None:
 
 def _require_heads(config: DecoderConfig, shape: TrainingShape) -> None:
     """Refuse context ranks that exchange heads where these do not divide."""
+    local = local_config(config, shape.tensor_degree)
     for spec in shape.specs:
-        if spec.family != "context":
-            continue
-        if not any(rule.placement == "all_to_all" for rule in spec.rules()):
-            continue
-        degree, tensor = shape.mesh.degree(spec.axis), shape.tensor_degree
-        heads = sorted({kind.num_heads for kind in config.kinds})
-        uneven = [each for each in heads if each % (degree * tensor)]
-        if uneven:
-            of_rank = f"{uneven[0] // tensor} query heads" + (" of a rank" if tensor > 1 else "")
-            rule = f"{of_rank} cannot be cut into {degree} equal parts"
-            common = [n for n in divisors(heads[0]) if not any(h % (n * tensor) for h in heads)]
-            legal = nearest_numbers(degree, [int(each) for each in common])
-            raise PlanError("plan/illegal", f"plan.mesh.{spec.axis}", degree, rule, legal=legal)
+        places = {rule.placement for rule in spec.rules()} if spec.family == "context" else set()
+        if "all_to_all" in places:
+            degree, where = shape.mesh.degree(spec.axis), f"plan.mesh.{spec.axis}"
+            for kind in local.kinds:
+                require_head_split(kind.num_heads, kind.num_kv_heads, degree, where)
 
 
 def _casts_weights(job: Job) -> bool:
@@ -250,14 +251,14 @@ def row_plan(job: Job, longest: int, shape: TrainingShape, device: str) -> dict[
             ranks of a context axis cannot share evenly.
     """
     parts = shape.token_parts
-    multiple = lcm(row_multiple(device), parts)
+    multiple = lcm(filled_up_to(device), parts)
     chosen = job.plan.row_tokens
     if chosen and chosen < longest:
         rule = f"a document has {longest} tokens and is never cut between rows"
         raise JobError("job/bad-value", "plan.row_tokens", chosen, rule, legal=[longest])
     if chosen % parts and shape.context_degree > 1:
-        shared = f"2 x {shape.context_degree} context ranks"
-        shared += f" x {shape.tensor_degree} tensor ranks" if shape.splits_tokens else ""
+        shared = f"{shape.context_degree} context ranks"
+        shared += f", {shape.tensor_degree} tensor ranks" if shape.splits_tokens else ""
         rule = f"must be a multiple of {parts} ({shared}), so that ranks share a row evenly"
         above = -(-max(chosen, longest) // parts) * parts
         legal = [each for each in (above - parts, above) if each >= longest]
