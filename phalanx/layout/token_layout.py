@@ -35,7 +35,7 @@ import numpy as np
 
 from phalanx.errors import JobError, PlanError, nearest_names
 
-_FEWEST_CHUNKS = 8  # of a rank in `balanced`: of 131,072 tokens on 16 ranks 1,024 each
+_FEWEST_CHUNKS = 16  # of a rank in `balanced`: the worst of 60 packed rows is 2 % off, with 8 16 %
 
 
 @dataclass(frozen=True, eq=False)

@@ -36,13 +36,11 @@ class GatheredAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q_cHC, k_cKC, v_cKC, part, group, scale, window, sum_dtype):
-        kv = torch.stack([k_cKC, v_cKC])
-        kv_N2cKC = kv.new_empty(group.size(), *kv.shape)
-        dist.all_gather_single(kv_N2cKC, kv, group=group)
-        length = k_cKC.shape[0]
+        length, kv = len(k_cKC), torch.cat([k_cKC, v_cKC])
+        rows = kv.new_empty(group.size() * len(kv), *kv.shape[1:])
+        dist.all_gather_single(rows, kv, group=group)
         at_S = part.layout.inverse_S
-        at_S = torch.from_numpy(at_S + at_S // length * length).to(kv.device)  # v follows k
-        rows = kv_N2cKC.flatten(0, 2)
+        at_S = torch.from_numpy(at_S + at_S // length * length).to(kv.device)  # a rank's v follow k
         k_SKC, v_SKC = rows[at_S], rows[at_S + length]
         out_cHC, lse_cH = _stretch(q_cHC, k_SKC, v_SKC, part.row_seen(window), scale)
         ctx.save_for_backward(q_cHC, k_SKC, v_SKC, out_cHC, lse_cH)
@@ -60,11 +58,12 @@ class GatheredAttention(torch.autograd.Function):
             grad_cHC, q_cHC, k_SKC, v_SKC, lse_cH, delta_cH, seen, scale=scale
         )
         at_S = torch.from_numpy(part.layout.permutation_S).to(grad_cHC.device)
-        grad_NcKC = [x[at_S].to(sum_dtype).unflatten(0, (group.size(), -1)) for x in grads[1:]]
-        grad_N2cKC = torch.stack(grad_NcKC, dim=1)
-        own_2cKC = torch.empty_like(grad_N2cKC[0])
-        dist.reduce_scatter_single(own_2cKC, grad_N2cKC, group=group)
-        return grads[0].to(q_cHC.dtype), *own_2cKC.to(k_SKC.dtype), *[None] * 5
+        by_rank = [x[at_S].to(sum_dtype).unflatten(0, (group.size(), -1)) for x in grads[1:]]
+        rows = torch.cat(by_rank, dim=1).flatten(0, 1)
+        own = rows.new_empty(2 * len(q_cHC), *rows.shape[1:])
+        dist.reduce_scatter_single(own, rows, group=group)
+        grad_kv = own.to(k_SKC.dtype).chunk(2)
+        return grads[0].to(q_cHC.dtype), *grad_kv, *[None] * 5
 
 
 class WantedAttention(torch.autograd.Function):

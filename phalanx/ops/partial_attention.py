@@ -97,11 +97,14 @@ def add_partial_(
     out_QHC: Tensor, lse_QH: Tensor, more_QHC: Tensor, more_lse_QH: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Both partial results as one, in the first two; keys must not be counted twice."""
-    total_QH = torch.logaddexp(lse_QH, more_lse_QH)
-    safe_QH = _finite(total_QH)
-    out_QHC.mul_((lse_QH - safe_QH).exp_().unsqueeze(-1))
-    out_QHC.addcmul_(more_QHC, (more_lse_QH - safe_QH).exp_().unsqueeze(-1))
-    return out_QHC, lse_QH.copy_(total_QH)
+    peak_QH = _finite(torch.maximum(lse_QH, more_lse_QH))
+    share_QH, more_share_QH = (lse_QH - peak_QH).exp_(), (more_lse_QH - peak_QH).exp_()
+    sum_QH = share_QH + more_share_QH
+    lse_QH.copy_(peak_QH + sum_QH.log())
+    sum_QH.clamp_min_(1e-30)  # of a query that has seen nothing yet
+    out_QHC.mul_((share_QH / sum_QH).unsqueeze(-1))
+    out_QHC.addcmul_(more_QHC, (more_share_QH / sum_QH).unsqueeze(-1))
+    return out_QHC, lse_QH
 
 
 def _finite(x: Tensor) -> Tensor:

@@ -1,0 +1,105 @@
+"""Attention by parts of the keys, added up, is attention; its gradients are too."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from phalanx.layout.token_layout import LAYOUTS, KeysSeen, token_layout
+from phalanx.ops.partial_attention import (
+    add_partial_,
+    output_slope,
+    partial_attention,
+    partial_attention_backward,
+)
+
+S, H, K, C = 264, 4, 2, 8
+BOUNDS = (0, 37, 45, 171, S)
+
+
+def inputs(dtype=torch.float64, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        torch.randn(S, heads, C, dtype=torch.float64, generator=generator).to(dtype)
+        for heads in (H, K, K, H)
+    ]
+
+
+def dense(q, k, v, bounds, window):
+    """(out, lse) by the definition."""
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    at = torch.arange(len(q))
+    document = torch.bucketize(at, torch.tensor(bounds), right=True)
+    behind = at[:, None] - at[None]
+    seen = (behind >= 0) & (document[:, None] == document[None])
+    if window is not None:
+        seen &= behind < window
+    scores = torch.einsum("qhc,thc->hqt", q, k).mul(0.3).masked_fill(~seen, -torch.inf)
+    out = torch.einsum("hqt,thc->qhc", scores.softmax(-1), v)
+    return out, scores.logsumexp(-1).T
+
+
+def by_rounds(tensors, layout, bounds, window):
+    """What the ranks of a ring compute, one after the other: (out, lse, dq, dk, dv)."""
+    q, k, v, grad = tensors
+    wide = torch.promote_types(q.dtype, torch.float32)
+    out, lse = torch.zeros(S, H, C, dtype=wide), torch.zeros(S, H, dtype=wide)
+    grads = [torch.zeros(x.shape, dtype=wide) for x in (q, k, v)]
+    parts = [torch.from_numpy(tokens) for tokens in layout.tokens_Nc]
+    for queries in parts:
+        so_far = (
+            torch.zeros(len(queries), H, C, dtype=wide),
+            torch.full((len(queries), H), -torch.inf, dtype=wide),
+        )
+        masks = [KeysSeen.between(queries.numpy(), t.numpy(), bounds, window) for t in parts]
+        for keys, seen in zip(parts, masks):
+            part = partial_attention(q[queries], k[keys], v[keys], seen, scale=0.3)
+            unseen = torch.from_numpy(seen.first_Q == seen.last_Q)
+            assert (part[0][unseen] == 0).all() and (part[1][unseen] == -torch.inf).all()
+            add_partial_(*so_far, *part)
+        out[queries], lse[queries] = so_far
+        slope = output_slope(grad[queries], so_far[0])
+        for keys, seen in zip(parts, masks):
+            more = partial_attention_backward(
+                grad[queries], q[queries], k[keys], v[keys], so_far[1], slope, seen, scale=0.3
+            )
+            for total, rows, add in zip(grads, (queries, keys, keys), more):
+                total[rows] += add
+    return out, lse, *grads
+
+
+def expected(tensors, bounds, window):
+    q, k, v = (x.double().requires_grad_() for x in tensors[:3])
+    out, lse = dense(q, k, v, bounds, window)
+    grads = torch.autograd.grad(out, (q, k, v), tensors[3].double())
+    return out.detach(), lse.detach(), *grads
+
+
+CASES = [(name, *case) for name in LAYOUTS for case in (((0, S), None), (BOUNDS, 50))]
+
+
+@pytest.mark.parametrize(("name", "bounds", "window"), [*CASES, ("head_tail", BOUNDS, 1)])
+def test_rounds_of_a_ring_add_up_to_attention(name, bounds, window):
+    layout = token_layout(name, S, 2, bounds)
+    found = by_rounds(inputs(), layout, bounds, window)
+    for mine, theirs in zip(found, expected(inputs(), bounds, window)):
+        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+
+
+def test_16_bit_parts_are_added_in_float32():
+    """The error of 4 rounds is that of rounded inputs in one: none is added at the hops."""
+    tensors = inputs(torch.bfloat16)
+    layout = token_layout("head_tail", S, 4)
+    found = by_rounds(tensors, layout, (0, S), None)
+    for mine, theirs in zip(found, expected(tensors, (0, S), None)):
+        assert mine.dtype == torch.float32
+        torch.testing.assert_close(mine.double(), theirs, rtol=2e-5, atol=2e-5)
+
+
+def test_large_scores_do_not_overflow_where_parts_meet():
+    one, two = torch.ones(1, 1, 2), torch.full((1, 1, 2), 3.0)
+    out, lse = add_partial_(one.clone(), torch.full((1, 1), 900.0), two, torch.full((1, 1), 900.0))
+    assert out.tolist() == [[[2.0, 2.0]]]
+    assert lse.item() == pytest.approx(900.693, abs=1e-3)
+    out, lse = add_partial_(one.clone(), torch.full((1, 1), -900.0), two, torch.full((1, 1), 900.0))
+    assert out.tolist() == [[[3.0, 3.0]]]
