@@ -234,7 +234,7 @@ def global_norm(
         groups.setdefault(key, []).append(_local(grad))
     squares = []
     for key, grads in groups.items():
-        square = _square_sum(grads)
+        square = square_sum(grads)
         for dim in key[1:]:
             dist.all_reduce(square, group=key[0].get_group(dim))
         squares.append(square)
@@ -245,7 +245,7 @@ def global_norm(
     return total.sqrt() if is_double else total.sqrt().float()
 
 
-def _square_sum(grads: list[Tensor]) -> Tensor:
+def square_sum(grads: list[Tensor]) -> Tensor:
     """The sum of all squares, float64; each tensor's own norm in float32 or wider."""
     norms = []
     for dtype in dict.fromkeys(grad.dtype for grad in grads):

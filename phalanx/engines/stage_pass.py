@@ -54,13 +54,18 @@ def stage_pass(
                 finish(row, hidden_SD)
             else:
                 leaving[stage] = hidden_SD
-        arriving = {
-            stage: row
-            for stage in sorted(stages.parts)
-            if stage and 0 <= (row := tick + 1 - stage) < num_rows
+        room = {
+            stage: _room(model, inputs(row, stage)[0])
+            for stage in _fed_by_others(stages)
+            if 0 <= (row := tick + 1 - stage) < num_rows
         }
-        room = {stage: _room(model, inputs(row, stage)[0]) for stage, row in arriving.items()}
         entering = _handed_on(stages, leaving, room)
+
+
+def _fed_by_others(stages: BoundStages) -> list[int]:
+    """Stages of this rank whose input another rank makes."""
+    at = stages.rank_of_stage
+    return [stage for stage in sorted(stages.parts) if stage and at[stage - 1] != at[stage]]
 
 
 def _room(model: TrainModel, tokens_S: Tensor) -> Tensor:

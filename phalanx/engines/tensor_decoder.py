@@ -32,7 +32,8 @@ def bind_decoder(decoder: Decoder, specs: Sequence[Spec], mesh: DeviceMesh) -> B
         tensor_legality(config, degree).require(f"plan.mesh.{spec.axis}")
         head_rows |= _head_rows(config, degree, mesh.get_local_rank(spec.axis))
     bound = bind_tensor(decoder, specs, mesh, head_rows=head_rows)
-    if bound.splits_tokens and not bound.vocabularies:
+    has_tokens = decoder.is_first or decoder.is_last  # an inner stage of a pipeline has none
+    if bound.splits_tokens and has_tokens and not bound.vocabularies:
         # lookups would be partial by token and logits whole: no one rule for a tied gradient
         rule, legal = "splits tokens but not the vocabulary", ["vocabulary_parallel = true"]
         raise PlanError("plan/illegal", "plan.tensor", bound.axis, rule, legal=legal)
