@@ -43,9 +43,10 @@ class Hanayo(Order):
     Source: arXiv:2308.15762, section 3. The paper draws schedules and gives no rule; this rule
     gives those that it draws for (p, W) = (4, 1), (4, 2) and (8, 2).
 
-    Differences and limits: the paper has m = p only; beyond that, idle time grows with m where
-    interleaved's does not. Rank 0 holds the embedding and the head: weigh them as layers. The list
-    is made for a backward pass twice as long as a forward pass, whatever the real ones take.
+    Differences and limits: the paper has m = p only; each further p micro-batches add 2p - 3
+    forward passes of a stage of idle time, where interleaved's does not grow. Rank 0 holds the
+    embedding and the head: weigh them as layers. The list is made for a backward pass twice as
+    long as a forward pass, whatever the real ones take.
 
     Args:
         waves: W, walks down and back up.

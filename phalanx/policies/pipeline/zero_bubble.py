@@ -28,8 +28,8 @@ class ZeroBubble(Order):
     pass take turns, each pair followed by a weight gradient once k r of them wait.
 
     Costs, for equal stages, free transfers and m >= k p - (k - 1):
-    - depth 1 (ZB-H1): step time m (t_f + t_i + t_w) + (p - 1)(t_f + t_i - t_w) for t_w <= t_f;
-      1F1B has (p - 1)(t_f + t_i + t_w) there;
+    - depth 1 (ZB-H1): step time m (t_f + t_i + t_w) + (p - 1)(t_f + t_i - t_w), t_w being the
+      shortest; 1F1B has (p - 1)(t_f + t_i + t_w) there;
     - depth 2 (ZB-H2): for t_f = t_i = t_w no rank idles between its first and its last pass; they
       end as staggered as they began, so the step takes (p - 1) t_f more than its work;
     - peak of micro-batches whose activations a rank keeps: min(m, k p - (k - 1)), on every rank:
