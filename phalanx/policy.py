@@ -40,7 +40,7 @@ class Exchange:
 
     Attributes:
         collective: kind, as in `action.COLLECTIVES`.
-        phase: "F" or "B": the pass in which it happens.
+        phase: "F" or "B": the pass in which it happens; "O": the update of the weights.
         at: "before" or "after" the module's compute of that phase.
         of: what travels: "params" (the module's, gathered), "grads" (the module's, reduced),
             "activations" (tokens x width of the module's input or output), "inputs" (what it kept
@@ -48,7 +48,8 @@ class Exchange:
             (keys and values, or their gradients), "queries" (queries, outputs, or their gradients)
             or "heads" (queries, keys and values).
         when: "always"; "sharded" (only if the module is not gathered already); "last" (only with
-            the last item of the step).
+            the last item of the step); "round" (with the last item of a row that a stage takes
+            before another one has its turn; always where a rank has one stage).
     """
 
     collective: str

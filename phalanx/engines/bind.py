@@ -84,7 +84,7 @@ class BoundData:
             uses: gradients that a parameter gets per micro-batch, where they are not 1: a weight
                 that two stages of this rank share gets 2.
             round_items: micro-batches that a stage takes in a row before another one has its turn;
-                rules that reduce always do so after each round.
+                see `lower.data.round_items`.
         """
         for each in self._sums:
             each.begin_step(num_items, uses or {}, round_items)
@@ -243,7 +243,7 @@ def _unit_scatter(
         replicas,
         dtype=_dtype(unit.update.reduce_dtype),
         master=master,
-        every_round=any(e.of == "grads" and e.when == "always" for e in unit.update.exchanges),
+        every_round=any(e.of == "grads" and e.when == "round" for e in unit.update.exchanges),
     )
 
 

@@ -39,7 +39,7 @@ from phalanx.check_order import check_order
 from phalanx.errors import PlanError
 from phalanx.lower.activations import exchange_activations
 from phalanx.lower.chunk import Chunk, Placed
-from phalanx.lower.data import exchange_parameters
+from phalanx.lower.data import exchange_parameters, gather_updated
 from phalanx.lower.order import GRAINS, expand_steps
 from phalanx.lower.partial import sum_partial_gradients
 from phalanx.lower.transport import add_transfers, wait_for_own_outputs
@@ -105,7 +105,8 @@ def lower(
         lists.append(chunks)
     add_transfers(lists, placed, rank_of_stage, pipeline_axis)
     model_specs = _of_families(specs, _ACTIVATION_FAMILIES)
-    programs = [_finish(chunks, placed, model_specs) for chunks in lists]
+    data_specs = _of_families(specs, _PARAMETER_FAMILIES)
+    programs = [_finish(chunks, placed, model_specs, data_specs) for chunks in lists]
     held = [{unit for chunk in chunks for unit in chunk.units} for chunks in lists]
     notes = {
         "local_params": tuple(sum(map(placed.local_params, units)) for units in held),
@@ -145,8 +146,14 @@ def _require_legal(mesh: Mesh, specs: Sequence[Spec], grain: str) -> None:
             raise PlanError("plan/illegal", where, spec.axis, rule, legal=free)
 
 
-def _finish(chunks: Sequence[Chunk], placed: Placed, model_specs: Sequence[Spec]) -> list[Action]:
-    """The flat list, closed by the optimizer, which waits for every reduction."""
+def _finish(
+    chunks: Sequence[Chunk],
+    placed: Placed,
+    model_specs: Sequence[Spec],
+    data_specs: Sequence[Spec],
+) -> list[Action]:
+    """The flat list, closed by the optimizer, which waits for every reduction, and by the gathers
+    of what ranks have updated a part of."""
     actions = list(chain.from_iterable(chunk.actions for chunk in chunks))
     units = dict.fromkeys(unit for chunk in chunks for unit in chunk.units)
     waits = tuple(a.label for a in actions if a.label.startswith("reduce:"))
@@ -166,4 +173,4 @@ def _finish(chunks: Sequence[Chunk], placed: Placed, model_specs: Sequence[Spec]
             moved_bytes=moved,
         )
     )
-    return actions
+    return [*actions, *gather_updated(units, placed, data_specs, "O")]

@@ -72,6 +72,7 @@ class Placed:
         token_parts: parts that the tokens between blocks are split into (sequence parallelism).
         reduced: (unit, item) -> label of its latest gradient reduction, for the next data axis.
         sharded: unit -> degree over which data axes have cut its gradients so far.
+        whole: units whose parameters they have left whole.
     """
 
     work: StepWork
@@ -83,6 +84,7 @@ class Placed:
     token_parts: int = 1
     reduced: dict[tuple[str, int], str] = field(default_factory=dict)
     sharded: dict[str, int] = field(default_factory=dict)
+    whole: set[str] = field(default_factory=set)
 
     @staticmethod
     def of(
@@ -124,7 +126,7 @@ class Placed:
 
     def local_params(self, unit: str) -> int:
         """Elements that one rank keeps, after model and data axes have cut."""
-        degree = self.sharded.get(unit, 1)
+        degree = 1 if unit in self.whole else self.sharded.get(unit, 1)
         return self.padded_params(unit, degree) // degree
 
     def local_trainable(self, unit: str) -> int:

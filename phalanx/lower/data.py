@@ -10,11 +10,15 @@ section 3.3.2).
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 from phalanx.action import Alloc, Collective, Free
 from phalanx.lower.chunk import Chunk, Placed
-from phalanx.policy import Exchange, Rule, Spec
+from phalanx.policy import Exchange, Rule, Spec, Step
+
+_CUTTING = ("shard", "update")  # placements that cut gradients
 
 
 @dataclass
@@ -50,13 +54,17 @@ def exchange_parameters(chunks: list[Chunk], placed: Placed, spec: Spec) -> None
         return
     visits = [visit for chunk in chunks for visit in _visits(chunk, placed, spec)]
     remaining = Counter((visit.unit, visit.phase) for visit in visits)
+    in_row = round_items([chunk.step for chunk in chunks])
+    num_passed: Counter[str] = Counter()  # passes that gave a unit's gradients
     gathered: set[str] = set()
     freed_at: dict[str, int] = {}  # unit -> the visit after which it was last given back
     reduced: dict[str, str] = {}  # unit -> label of its latest reduction
     for at, visit in enumerate(visits):
         remaining[visit.unit, visit.phase] -= 1
-        if visit.unit not in gathered and (rule := _exchange(visit, "before", "params")):
-            _gather(visits, at, freed_at.get(visit.unit, -1), placed, spec, rule)
+        gather = _exchange(visit, "before", "params")
+        # gradients of weights are made from inputs and gradients, without the weights
+        if gather and visit.unit not in gathered and visit.chunk.step.kind != "W":
+            _gather(visits, at, freed_at.get(visit.unit, -1), placed, spec, gather)
             gathered.add(visit.unit)
         keeps = not visit.rule.reshard and remaining[visit.unit, "B"] > 0
         if visit.unit in gathered and not keeps:
@@ -67,10 +75,61 @@ def exchange_parameters(chunks: list[Chunk], placed: Placed, spec: Spec) -> None
         if exchange and visit.chunk.step.kind != "I":
             if visit.unit in reduced:  # until then the unit's buffer is under way
                 _let_wait(visit, reduced[visit.unit])
-            is_due = exchange.when != "last" or remaining[visit.unit, "B"] == 0
+            num_passed[visit.unit] += 1
+            row_ends = exchange.when == "round" and num_passed[visit.unit] % in_row == 0
+            is_due = exchange.when == "always" or row_ends or remaining[visit.unit, "B"] == 0
             if is_due and (label := _reduce(visit, placed, spec, exchange, degree)):
                 reduced[visit.unit] = label
     _shard_held(visits, placed, degree)
+
+
+def gather_updated(
+    units: Iterable[str], placed: Placed, specs: Sequence[Spec], after: str
+) -> list[Collective]:
+    """Gathers of the weights that ranks have updated a part of each, one after another.
+
+    Args:
+        units: names of those that the rank holds.
+        after: label of the update.
+    """
+    found: list[Collective] = []
+    for spec in specs:
+        degree = placed.mesh.degree(spec.axis)
+        for unit in units if degree > 1 else ():
+            rule = spec.rule_for(unit)
+            sent = [e for e in rule.exchanges if e.phase == "O"] if rule else []
+            elements = placed.padded_gradients(unit, degree)
+            if not (sent and elements):
+                continue
+            found.append(
+                Collective(
+                    collective=sent[0].collective,
+                    axis=spec.axis,
+                    lane=f"axis:{spec.axis}",
+                    label=f"gather:{unit}:O",
+                    after=(after,),
+                    layer=unit,
+                    tensor=f"{unit}/updated",
+                    into=f"{unit}/full",
+                    payload_bytes=float(elements * placed.work.param_bytes),
+                )
+            )
+    return found
+
+
+def round_items(steps: Sequence[Step]) -> int:
+    """Micro-batches that a stage takes in a row in the backward passes of one rank.
+
+    1 where the rank has one stage, and where its rows differ but for the last ones of its stages.
+    """
+    passes = [step for step in steps if step.kind in ("B", "W")]
+    if len({step.stage for step in passes}) < 2:
+        return 1
+    rows = [(stage, len(list(row))) for stage, row in groupby(passes, lambda step: step.stage)]
+    last = {stage: at for at, (stage, _) in enumerate(rows)}
+    lengths = {length for at, (stage, length) in enumerate(rows) if at != last[stage]}
+    longest = max(length for _, length in rows)
+    return longest if lengths <= {longest} else 1
 
 
 def _visits(chunk: Chunk, placed: Placed, spec: Spec) -> list[_Visit]:
@@ -179,5 +238,8 @@ def _reduce(visit: _Visit, placed: Placed, spec: Spec, exchange: Exchange, degre
 
 
 def _shard_held(visits: list[_Visit], placed: Placed, degree: int) -> None:
-    for unit in {visit.unit for visit in visits if visit.rule.placement == "shard"}:
+    cut = {visit.unit: visit.rule for visit in visits if visit.rule.placement in _CUTTING}
+    for unit, rule in cut.items():
         placed.sharded[unit] = placed.sharded.get(unit, 1) * degree
+        if rule.placement == "update":
+            placed.whole.add(unit)

@@ -52,9 +52,9 @@ def test_rules_are_the_same_each_time_and_speak_the_binders_words(entry: Entry):
     for rule in spec.rules():
         for exchange in rule.exchanges:
             assert exchange.collective in COLLECTIVES
-            assert exchange.phase in ("F", "B") and exchange.at in ("before", "after")
+            assert exchange.phase in ("F", "B", "O") and exchange.at in ("before", "after")
             assert exchange.of in TRAVEL
-            assert exchange.when in ("always", "sharded", "last")
+            assert exchange.when in ("always", "sharded", "last", "round")
 
 
 @every_spec

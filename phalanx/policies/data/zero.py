@@ -22,9 +22,10 @@ class Zero(Spec):
 
     Stage 1 cuts optimizer state: whole gradients add up over the micro-batches, a unit's are
     reduced to shards as soon as its last ones exist, each rank updates its rows, and the rows are
-    gathered. Stage 2 cuts gradients too: they are reduced after every micro-batch, in a pipeline
-    after every round of a stage, and only shards are kept. Weights are never gathered in between,
-    so both suit pipelines, where sharded weights would be gathered at every visit of a stage.
+    gathered. Stage 2 cuts gradients too: they are reduced after every micro-batch, and in a
+    pipeline with several stages per rank after each row of micro-batches that a stage takes before
+    another one has its turn; only shards are kept. Weights are never gathered in between, so both
+    suit pipelines, where sharded weights would be gathered at every visit of a stage.
 
     Symbols: F = degree of `axis`; N = units, root included; Psi = elements of the model; K = bytes
     per element of weights, R = in reduction (`reduce_dtype`), M = of master weights; r = rounds of
@@ -39,7 +40,8 @@ class Zero(Spec):
         every Psi counts each parameter's dim 0 padded to a multiple of F
         in 16-bit weights and gradients and fp32 masters: 4 + 12/F and 2 + 14/F bytes per element
 
-    Source: arXiv 1910.02054, sections 5.1 and 5.2 (stages), 7.2 (volume 2 Psi).
+    Source: arXiv 1910.02054, sections 5.1 and 5.2 (stages), 7.2 (volume 2 Psi); rounds: Llama 3,
+    arXiv 2407.21783, section 3.3.2.
 
     Differences and limits: rows of each parameter instead of flat partitions, so that checkpoints
     of any layout read them; buckets are units; gradients are summed, not averaged (the loss is
@@ -71,7 +73,7 @@ class Zero(Spec):
             phase="B",
             at="after",
             of="grads",
-            when="always" if self.stage == 2 else "last",
+            when="round" if self.stage == 2 else "last",
         )
         gather = Exchange(collective="all_gather", phase="O", at="after", of="params")
         return Rule(
