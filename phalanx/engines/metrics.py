@@ -8,10 +8,10 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+from phalanx.engines.trainer_step import StepSpans
 from phalanx.trace import Trace, TraceBuilder, merge
-from phalanx.worlds.torch_log import SpanLog
 
-_PHASE_NAMES = {"F": "forward", "B": "backward", "O": "optimizer"}
+_PHASE_NAMES = {"F": "forward", "B": "backward", "P": "pipeline", "O": "optimizer"}
 
 
 class MetricsFile:
@@ -61,9 +61,9 @@ class StepTrace:
         self.rank, self.origin_s = rank, perf_counter()
         self._builder = TraceBuilder("measured", job)
 
-    def add_step(self, step: int, spans: SpanLog) -> float:
+    def add_step(self, step: int, spans: StepSpans) -> float:
         """Rows of a step whose parts `spans` noted; returns its seconds."""
-        parts = list(spans.spans_s())
+        parts = spans.parts()
         start_s, end_s = parts[0][1], parts[-1][2]
         common = {"role": "train", "rank": self.rank, "step": step}
         self._builder.add(
@@ -81,10 +81,11 @@ class StepTrace:
                 operator=_PHASE_NAMES[work.phase],
                 phase=work.phase,
                 item=work.item,
-                lane="compute",
+                lane="step" if work.phase == "P" else "compute",
                 start_s=begin_s,
                 dur_s=done_s - begin_s,
             )
+        self.extend(iter(spans.action_rows()))
         return end_s - start_s
 
     def extend(self, rows: Iterator[dict[str, Any]]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import DeviceMesh
@@ -127,15 +128,29 @@ class StageView(nn.Module):
     Args:
         decoder: with this stage among its parts.
         part: the stage.
+
+    Attributes:
+        held: what the stage is made of, so that its parameters are those of this stage alone.
     """
 
     def __init__(self, decoder: Decoder, part: Part) -> None:
         super().__init__()
-        self.decoder, self.part = decoder, part
+        self.part = part
+        self._decoder = (decoder,)  # unregistered: it holds other stages too
+        body, ties = decoder.model, decoder.config.tied_head
+        held = [body.layers[str(at)] for at in part.layers]
+        held += [body.embed_tokens] if part.embeds or (part.ends and ties) else []
+        held += [body.norm] if part.ends else []
+        held += [decoder.lm_head] if part.ends and not ties else []
+        self.held = nn.ModuleList(held)
 
     def forward(self, rows: Tensor, **keywords) -> Tensor:
         """Hidden states [S, D]; `rows` are token ids [S] where the stage embeds, else [S, D]."""
-        return self.decoder(rows, part=self.part, **keywords)
+        hidden_SD = self._decoder[0](rows, part=self.part, **keywords)
+        if torch.is_grad_enabled() and not hidden_SD.requires_grad:
+            # nothing in it is trained: what the next stage sends back ends here
+            return hidden_SD.detach().requires_grad_()
+        return hidden_SD
 
 
 def bind_stages(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +12,8 @@ from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from phalanx.data.batches import MicroBatch
-from phalanx.engines.bind import BoundData, bind_data
+from phalanx.engines.bind import BoundData, bind_data, stored_dtype
+from phalanx.engines.bind_context import BoundContext, bind_context
 from phalanx.engines.bind_tensor import BoundTensor
 from phalanx.engines.process import Process
 from phalanx.engines.recompute import apply_recompute
@@ -35,9 +35,6 @@ from phalanx.ops.tensor_exchange import join_tokens
 from phalanx.ops.vocabulary import VocabularyPart
 from phalanx.plan import RoleProgram
 from phalanx.policy import Spec
-
-if TYPE_CHECKING:
-    from phalanx.engines.bind_context import BoundContext
 
 
 @dataclass(frozen=True)
@@ -145,7 +142,7 @@ class TrainModel:
     def finish_step(self) -> None:
         """Wait until all gradients are summed: over data axes, the model axis, tied stages."""
         self.data.finish_step()
-        self.tensor.finish_step()
+        self.tensor.finish_step(self.data.held)
         if self.stages is not None:
             self.stages.finish_step(self.decoder, self.data)
 
@@ -186,37 +183,41 @@ def bind_model(job: Job, role: RoleProgram, config: DecoderConfig, mesh: DeviceM
     dtypes = {"master": job.train.master_dtype, "compute": job.model.dtype, "reduce": "float32"}
     dtypes |= dict(role.dtypes)
     lora = lora_of(job, config)
-    stored = config.dtype if lora else dtypes["master"]
+    specs: dict[str, list[Spec]] = {"data": [], "tensor": [], "context": []}
+    for spec in role.built_specs():
+        specs.setdefault(spec.family, []).append(spec)
     stages = bind_stages(role, config, mesh, lora)
+    if stages is not None:
+        _require_whole_stages(specs["data"])
+    stored = config.dtype
+    if lora is None:
+        stored = stored_dtype(specs["data"], dtypes["master"], dtypes["compute"])
     parts = None if stages is None else list(stages.parts.values())
     decoder = Decoder(config.with_dtype(stored), device="meta", parts=parts)
     if lora is not None:
         inject(decoder, lora, dtype=dtypes["master"])
-    specs: dict[str, list[Spec]] = {"data": [], "tensor": []}
-    for spec in role.built_specs():
-        specs.setdefault(spec.family, []).append(spec)
-    if lora is None:
-        _require_cast(specs["data"], dtypes["master"], dtypes["compute"])
     tensor = bind_decoder(decoder, specs["tensor"], mesh)
+    context = bind_context(specs["context"], mesh, config, tensor.degree)
     apply_recompute(decoder, role.recompute)
     data = bind_data(
         decoder,
         specs["data"],
         mesh,
+        context=() if context is None else context.axes,
         param_dtype=dtypes["compute"],
         reduce_dtype=dtypes["reduce"],
+        master_dtype=dtypes["master"] if lora is None else "",
     )
-    return TrainModel(decoder, data, tensor, lora, stages, compute_dtype=dtypes["compute"])
+    return TrainModel(decoder, data, tensor, lora, stages, context, dtypes["compute"])
 
 
-def _require_cast(data: Sequence[Spec], master: str, compute: str) -> None:
-    """Only sharding casts the weights that it gathers; nothing else may be asked to."""
-    if master == compute or any(spec.rules()[-1].placement == "shard" for spec in data):
-        return
-    rule = f"casts nothing, so weights kept in {master} cannot be computed in {compute}"
-    legal = ["fsdp, on an axis of any size", f"model.dtype = {master}"]
-    names = [spec.policy_name for spec in data]
-    raise PlanError("plan/illegal", "plan.data", names, rule, legal=legal)
+def _require_whole_stages(data: Sequence[Spec]) -> None:
+    """Sharded weights would be gathered at every visit of a stage, twice per micro-batch."""
+    names = [spec.policy_name for spec in data if spec.rules()[-1].placement == "shard"]
+    if names:
+        rule = "gathers weights at every visit of a stage of a pipeline, in the way of its messages"
+        legal = ["zero with stage 1 or 2", "replicate"]
+        raise PlanError("plan/illegal", "plan.data", names, rule, legal=legal)
 
 
 def _fill(model: TrainModel, job: Job, source: ModelSource) -> None:

@@ -86,11 +86,14 @@ class Parts:
             max_rows=train.eval_rows,
             rows=self.rows,
         )
+        stages = self.model.stages
         self.optimizer = ShardedAdamW(
-            self.model.decoder.named_parameters(),
+            self.model.data.named_held(self.model.decoder.named_parameters()),
             weight_decay=train.weight_decay,
             clip_norm=train.clip_norm,
             betas=(train.beta1, train.beta2),
+            group=None if stages is None else stages.group,
+            counted_elsewhere=() if stages is None else stages.tied,
         )
         self.guard = Guard(
             device,
@@ -153,12 +156,14 @@ class Parts:
     def _rows(self) -> dict[str, Any]:
         batch, device = self.inputs.role.batch, self.inputs.role.device
         multiple = int(batch.get("row_multiple", row_multiple(device)))
+        stages = self.model.stages
         return {
             "row_tokens": max(self.inputs.data.longest, int(batch.get("row_tokens", 0))),
             "num_ranks": self.model.data.num_ranks,
             "rank": self.model.data.rank,
             "counted_weight": counted_weight(self.inputs.source.config),
             "row_multiple": lcm(multiple, self.model.row_multiple),
+            "least_rows": 1 if stages is None else stages.order.least_items(stages.num_ranks),
         }
 
     def _checkpoints(

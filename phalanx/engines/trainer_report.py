@@ -16,8 +16,7 @@ from phalanx.engines.checkpoint import Progress
 from phalanx.engines.guard import Guard
 from phalanx.engines.metrics import MetricsFile, StepTrace
 from phalanx.engines.process import PeakMemory, Process
-from phalanx.engines.trainer_step import StepOutcome
-from phalanx.worlds.torch_log import SpanLog
+from phalanx.engines.trainer_step import StepOutcome, StepSpans
 
 Notify = Callable[[Mapping[str, Any]], None]
 
@@ -33,7 +32,7 @@ class Held(NamedTuple):
     batch: StepBatch
     lr: float
     outcome: StepOutcome
-    spans: SpanLog
+    spans: StepSpans
     before: Progress
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from time import process_time
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,7 @@ from phalanx.data.batches import StepBatch
 from phalanx.engines.guard import Guard
 from phalanx.engines.memory import return_free_memory
 from phalanx.engines.optim import ShardedAdamW
+from phalanx.engines.pipeline_step import PipelineStep
 from phalanx.engines.row_loss import DropoutKeys, row_loss
 from phalanx.engines.trainer_model import TrainModel
 from phalanx.engines.user_loss import LossFunction
@@ -21,10 +22,33 @@ from phalanx.worlds.torch_log import SpanLog
 
 
 class Work(NamedTuple):
-    """A part of a step: phase "F", "B" or "O" (optimizer), and micro-batch (-1: none)."""
+    """A part of a step: phase "F", "B", "P" (all passes of a pipeline) or "O" (optimizer), and
+    micro-batch (-1: none)."""
 
     phase: str
     item: int
+
+
+class StepSpans(NamedTuple):
+    """When the parts of a step ran; read later, so that no device is waited for.
+
+    Attributes:
+        log: of parts, and of what a pipeline did.
+        number: of the step.
+        pipeline: what ran the passes, where the model is cut into stages.
+    """
+
+    log: SpanLog
+    number: int
+    pipeline: PipelineStep | None
+
+    def parts(self) -> list[tuple[Work, float, float]]:
+        """Parts with start and end, in seconds."""
+        return [span for span in self.log.spans_s() if isinstance(span[0], Work)]
+
+    def action_rows(self) -> list[dict[str, Any]]:
+        """Trace rows of a pipeline's passes and messages."""
+        return [] if self.pipeline is None else self.pipeline.trace_rows(self.log, self.number)
 
 
 class StepOutcome(NamedTuple):
@@ -70,12 +94,13 @@ class TrainStep:
     ) -> None:
         self.model, self.optimizer, self.device, self.seed = model, optimizer, device, seed
         self.guard, self.loss = guard, loss
+        self._pipeline = None if model.stages is None else PipelineStep(model, device, loss)
         # two, so that the spans of a step can be read while the next one runs
-        self._spans = (SpanLog(device), SpanLog(device))
+        self._logs = (SpanLog(device), SpanLog(device))
 
-    def spans(self, number: int) -> SpanLog:
+    def spans(self, number: int) -> StepSpans:
         """When the parts of step `number` ran; kept until step `number + 2`."""
-        return self._spans[number % 2]
+        return StepSpans(self._logs[number % 2], number, self._pipeline)
 
     def run(
         self, batch: StepBatch, number: int, lr: float, stops: tuple[bool, bool] = (False, False)
@@ -86,28 +111,44 @@ class TrainStep:
             stops: this rank wants the run to end after this step: by a signal, by a callback.
         """
         start_s = process_time()
-        spans = self.spans(number)
-        spans.restart()
-        total = torch.zeros((), device=self.device)
-        norm = loss = total
-        for work in spans.follow(_work_of(len(batch.micro_batches))):
-            if work.phase == "F":
-                loss = self._forward(batch, number, work.item)
-                total = total + loss.detach()
-            elif work.phase == "B":
-                loss.backward()
-                if self.device.type == "cpu":
-                    return_free_memory()
-            else:
-                self.model.finish_step()
-                norm = self.optimizer.norm()
-                self.optimizer.step(lr, norm=norm, skip=self.guard.skip(norm))
+        log = self._logs[number % 2]
+        log.restart()
+        total = self._passes(batch, number, log)
+        norm = total
+        for _ in log.follow(iter([Work("O", -1)])):
+            norm = self._update(lr)
         # ranks that share the rows of another one (of its tensor group) count once
         loss = total * float(self.model.counts_loss)
         # filled on the device: a copy from the host would wait for it
         sums = torch.stack([loss, *(torch.full_like(loss, float(stop)) for stop in stops)])
         dist.all_reduce(sums)
         return StepOutcome(sums, norm, (process_time() - start_s) / torch.get_num_threads())
+
+    def _passes(self, batch: StepBatch, number: int, log: SpanLog) -> Tensor:
+        """All forward and backward passes; returns this rank's loss."""
+        total = torch.zeros((), device=self.device)
+        if self._pipeline is not None:
+            for _ in log.follow(iter([Work("P", -1)])):
+                total = self._pipeline.run(batch, self._dropout(number), log)
+            return total
+        loss = total
+        for work in log.follow(_work_of(len(batch.micro_batches))):
+            if work.phase == "F":
+                loss = self._forward(batch, number, work.item)
+                total = total + loss.detach()
+            else:
+                loss.backward()
+                if self.device.type == "cpu":
+                    return_free_memory()
+        return total
+
+    def _update(self, lr: float) -> Tensor:
+        """Sum the gradients and change the weights; returns the gradient's norm."""
+        self.model.finish_step()
+        norm = self.optimizer.norm()
+        self.optimizer.step(lr, norm=norm, skip=self.guard.skip(norm))
+        self.model.data.finish_update()
+        return norm
 
     def _forward(self, batch: StepBatch, number: int, item: int) -> Tensor:
         self.model.data.begin_item(item, len(batch.micro_batches))
@@ -116,17 +157,16 @@ class TrainStep:
             batch.micro_batches[item],
             batch.num_counted_global,
             self.device,
-            DropoutKeys(self.seed, number) if self._drops else None,
+            self._dropout(number),
             self.loss,
         )
 
-    @property
-    def _drops(self) -> bool:
-        return self.model.lora is not None and self.model.lora.dropout > 0.0
+    def _dropout(self, number: int) -> DropoutKeys | None:
+        drops = self.model.lora is not None and self.model.lora.dropout > 0.0
+        return DropoutKeys(self.seed, number) if drops else None
 
 
 def _work_of(num_items: int) -> Iterator[Work]:
     for item in range(num_items):
         yield Work("F", item)
         yield Work("B", item)
-    yield Work("O", -1)

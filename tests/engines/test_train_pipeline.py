@@ -98,6 +98,9 @@ ORDERS: dict[str, dict[str, Any]] = {
     "1f1b": {"name": "1f1b"},
     "interleaved": {"name": "interleaved", "virtual": 2},
     "hanayo": {"name": "hanayo", "waves": 1},
+    "zero_bubble": {"name": "zero_bubble"},
+    "zbv": {"name": "zbv"},
+    "dualpipe_v": {"name": "dualpipe_v"},
 }
 
 
