@@ -127,7 +127,7 @@ def require_head_split(num_heads: int, num_kv_heads: int, num_ranks: int, where:
 
     if num_ranks < 1 or not fits(num_ranks):
         rule = f"cannot share {num_heads} query and {num_kv_heads} key/value heads"
-        legal = nearest_numbers(num_ranks, filter(fits, range(1, num_heads + 1)))
+        legal = nearest_numbers(num_ranks, [n for n in range(1, num_heads + 1) if fits(n)])
         raise PlanError("layout/divide", where, num_ranks, rule, legal=legal)
 
 

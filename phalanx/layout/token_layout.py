@@ -136,6 +136,11 @@ class KeysSeen:
         first_Q = np.minimum(np.searchsorted(keys_T, oldest_Q), last_Q)
         return cls(first_Q, last_Q, len(keys_T))
 
+    def within(self, start: int, stop: int) -> KeysSeen:
+        """The same of the keys start .. stop - 1, counted from `start`."""
+        first_Q, last_Q = (x.clip(start, stop) - start for x in (self.first_Q, self.last_Q))
+        return KeysSeen(first_Q, last_Q, stop - start)
+
     @cached_property
     def num_pairs(self) -> int:
         """Pairs of a query and a key that it sees."""

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from phalanx.layout.token_layout import KeysSeen
+from phalanx.ops import native
 
 _QUERY_BLOCK = 128  # a block's scores stay in cache
 
@@ -28,6 +29,20 @@ def partial_attention(
     q_QHC: Tensor, k_TKC: Tensor, v_TKC: Tensor, seen: KeysSeen, *, scale: float
 ) -> tuple[Tensor, Tensor]:
     """(out [Q, H, C], lse [Q, H]) over these keys only, at least float32."""
+    if not native.serves_partial(q_QHC, k_TKC, v_TKC):
+        return _plain_forward(q_QHC, k_TKC, v_TKC, seen, scale)
+    so_far = None
+    for keys, stretch in _stretches(seen):
+        ends = _ends(stretch)
+        part = native.partial_forward(q_QHC, k_TKC[keys], v_TKC[keys], *ends, scale)
+        so_far = part if so_far is None else add_partial_(*so_far, *part)
+    assert so_far is not None, "there are no keys"
+    return so_far
+
+
+def _plain_forward(
+    q_QHC: Tensor, k_TKC: Tensor, v_TKC: Tensor, seen: KeysSeen, scale: float
+) -> tuple[Tensor, Tensor]:
     wide = torch.promote_types(q_QHC.dtype, torch.float32)
     out_QHC = q_QHC.new_zeros(q_QHC.shape, dtype=wide)
     lse_QH = q_QHC.new_full(q_QHC.shape[:2], -torch.inf, dtype=wide)
@@ -65,6 +80,42 @@ def partial_attention_backward(
         gradients of q, k and v, at least float32. They are exact parts: over all keys they sum to
         the gradient of q, over all queries to those of k and v.
     """
+    if not native.serves_partial(q_QHC, k_TKC, v_TKC) or grad_QHC.dtype != q_QHC.dtype:
+        return _plain_backward(grad_QHC, q_QHC, k_TKC, v_TKC, lse_QH, delta_QH, seen, scale)
+    grads_q, grads_k, grads_v = [], [], []
+    for keys, stretch in _stretches(seen):
+        inputs = (grad_QHC, q_QHC, k_TKC[keys], v_TKC[keys], lse_QH, delta_QH)
+        parts = native.partial_backward(*inputs, *_ends(stretch), scale)
+        for grads, part in zip((grads_q, grads_k, grads_v), parts):
+            grads.append(part)
+    return sum(grads_q[1:], start=grads_q[0]), _joined(grads_k), _joined(grads_v)
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _stretches(seen: KeysSeen) -> Iterator[tuple[slice, KeysSeen]]:
+    """The keys in pieces that compiled attention takes."""
+    for start in range(0, seen.num_keys, native.MOST_KEYS):
+        stop = min(start + native.MOST_KEYS, seen.num_keys)
+        yield slice(start, stop), seen.within(start, stop)
+
+
+def _ends(seen: KeysSeen) -> tuple[Tensor, Tensor]:
+    return torch.from_numpy(seen.first_Q), torch.from_numpy(seen.last_Q)
+
+
+def _plain_backward(
+    grad_QHC: Tensor,
+    q_QHC: Tensor,
+    k_TKC: Tensor,
+    v_TKC: Tensor,
+    lse_QH: Tensor,
+    delta_QH: Tensor,
+    seen: KeysSeen,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
     wide = torch.promote_types(q_QHC.dtype, torch.float32)
     grad_q_QHC = q_QHC.new_zeros(q_QHC.shape, dtype=wide)
     k_KTC, v_KTC = (x.to(wide).transpose(0, 1) for x in (k_TKC, v_TKC))
@@ -138,7 +189,7 @@ class _Block:
 
 
 def _blocks(seen: KeysSeen, device: torch.device) -> Iterator[_Block]:
-    first_Q, last_Q = torch.from_numpy(seen.first_Q), torch.from_numpy(seen.last_Q)
+    first_Q, last_Q = _ends(seen)
     for start in range(0, len(first_Q), _QUERY_BLOCK):
         rows = slice(start, min(start + _QUERY_BLOCK, len(first_Q)))
         low, high = int(first_Q[start]), int(last_Q[rows.stop - 1])

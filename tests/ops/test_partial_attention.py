@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from phalanx.layout.token_layout import LAYOUTS, KeysSeen, token_layout
+from phalanx.ops import native
+from phalanx.ops.attention import Documents, packed_attention
 from phalanx.ops.partial_attention import (
     add_partial_,
     output_slope,
@@ -14,13 +16,14 @@ from phalanx.ops.partial_attention import (
 )
 
 S, H, K, C = 264, 4, 2, 8
+COMPILED = 32  # channels, of which compiled attention takes multiples
 BOUNDS = (0, 37, 45, 171, S)
 
 
-def inputs(dtype=torch.float64, seed=0):
-    generator = torch.Generator().manual_seed(seed)
+def inputs(dtype=torch.float64, channels=C):
+    generator = torch.Generator().manual_seed(0)
     return [
-        torch.randn(S, heads, C, dtype=torch.float64, generator=generator).to(dtype)
+        torch.randn(S, heads, channels, dtype=torch.float64, generator=generator).to(dtype)
         for heads in (H, K, K, H)
     ]
 
@@ -43,12 +46,12 @@ def by_rounds(tensors, layout, bounds, window):
     """What the ranks of a ring compute, one after the other: (out, lse, dq, dk, dv)."""
     q, k, v, grad = tensors
     wide = torch.promote_types(q.dtype, torch.float32)
-    out, lse = torch.zeros(S, H, C, dtype=wide), torch.zeros(S, H, dtype=wide)
+    out, lse = torch.zeros(q.shape, dtype=wide), torch.zeros(S, H, dtype=wide)
     grads = [torch.zeros(x.shape, dtype=wide) for x in (q, k, v)]
     parts = [torch.from_numpy(tokens) for tokens in layout.tokens_Nc]
     for queries in parts:
         so_far = (
-            torch.zeros(len(queries), H, C, dtype=wide),
+            torch.zeros(q[queries].shape, dtype=wide),
             torch.full((len(queries), H), -torch.inf, dtype=wide),
         )
         masks = [KeysSeen.between(queries.numpy(), t.numpy(), bounds, window) for t in parts]
@@ -103,3 +106,22 @@ def test_large_scores_do_not_overflow_where_parts_meet():
     assert lse.item() == pytest.approx(900.693, abs=1e-3)
     out, lse = add_partial_(one.clone(), torch.full((1, 1), -900.0), two, torch.full((1, 1), 900.0))
     assert out.tolist() == [[[3.0, 3.0]]]
+
+
+@pytest.mark.parametrize("most_keys", [4096, 50])
+@pytest.mark.parametrize(("bounds", "window"), [((0, S), None), (BOUNDS, 50)])
+def test_compiled_parts_are_no_further_from_float64_than_attention_in_one(
+    monkeypatch, bounds, window, most_keys
+):
+    """Longer rows are computed in stretches of keys; here 132 keys of a rank are three."""
+    monkeypatch.setattr(native, "MOST_KEYS", most_keys)
+    tensors = inputs(torch.bfloat16, COMPILED)
+    exact = expected(tensors, bounds, window)
+    found = by_rounds(tensors, token_layout("head_tail", S, 2, bounds), bounds, window)
+    q, k, v = (x.clone().requires_grad_() for x in tensors[:3])
+    out = packed_attention(q, k, v, Documents(bounds), scale=0.3, window=window)
+    whole = (out, *torch.autograd.grad(out, (q, k, v), tensors[3]))
+    torch.testing.assert_close(found[1].double(), exact[1], rtol=1e-5, atol=1e-5)
+    for mine, one, theirs in zip((found[0], *found[2:]), whole, (exact[0], *exact[2:])):
+        error = (mine.double() - theirs).norm()
+        assert error < 1.05 * (one.double() - theirs).norm()

@@ -26,6 +26,7 @@ from phalanx.ops.native.serving import (
     vocabulary_best,
 )
 from phalanx.ops.native.training import (
+    MOST_KEYS,
     attention_backward,
     attention_forward,
     gate_backward,
@@ -34,13 +35,17 @@ from phalanx.ops.native.training import (
     loss_tile_gradient_,
     norm_backward,
     norm_forward,
+    partial_backward,
+    partial_forward,
     serves_attention,
+    serves_partial,
 )
 
 __all__ = [
     "HEAD_STEP",
     "MOST_CANDIDATES",
     "MOST_GROUP",
+    "MOST_KEYS",
     "MOST_ROWS",
     "add_norm_",
     "attention_backward",
@@ -57,10 +62,13 @@ __all__ = [
     "norm_forward",
     "packed_linear",
     "paged_decode",
+    "partial_backward",
+    "partial_forward",
     "plain",
     "read_all",
     "serves",
     "serves_attention",
+    "serves_partial",
     "turn_and_store",
     "vocabulary_best",
 ]

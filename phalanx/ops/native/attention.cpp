@@ -1,6 +1,7 @@
-// Causal attention over packed documents in bfloat16, forward and backward, for processors with
-// AVX-512 bf16 dot products. Scores, softmax and sums are float32; probabilities and their
-// gradients are rounded to bfloat16 before they are multiplied.
+// Attention in bfloat16, forward and backward, for processors with AVX-512 bf16 dot products: causal
+// over packed documents, and of queries that each see a stretch of the keys, with the logarithm of
+// the sum of exponentials. Scores, softmax and sums are float32; probabilities and their gradients
+// are rounded to bfloat16 before they are multiplied.
 //
 // Tasks are (document, query head), so results do not depend on the number of threads. Legend: q, k,
 // v [S, heads, C]; a block of queries meets the keys [first, end) that any of them sees.
@@ -12,13 +13,7 @@
 #include <vector>
 
 #include "numbers.h"
-
-#if defined(__AVX512BF16__) && defined(__AVX512F__)
-#include <immintrin.h>
-#define PHALANX_HAS_BF16 1
-#else
-#define PHALANX_HAS_BF16 0
-#endif
+#include "products.h"
 
 extern "C" int phalanx_attention_supported() { return PHALANX_HAS_BF16; }
 
@@ -26,138 +21,32 @@ extern "C" int phalanx_attention_supported() { return PHALANX_HAS_BF16; }
 
 namespace {
 
-using std::int64_t;
 constexpr int64_t kBlock = 32;  // queries that are computed together
 
-inline __m512bh load(const bf16* at) {
-  return reinterpret_cast<__m512bh>(_mm512_loadu_si512(at));
-}
-
-// Sums of four accumulators, one per lane.
-inline __m128 sums_of(__m512 a, __m512 b, __m512 c, __m512 d) {
-  const __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
-  const __m512 cd = _mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
-  const __m512d x = _mm512_castps_pd(ab), y = _mm512_castps_pd(cd);
-  const __m512 all = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(x, y)),
-                                   _mm512_castpd_ps(_mm512_unpackhi_pd(x, y)));
-  const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(all), _mm512_extractf32x8_ps(all, 1));
-  return _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
-}
-
-// out[i, j] = a[i] . b[j]; rows of both are C channels apart by their strides, out by `width`.
-void dot_rows(const bf16* a, int64_t a_stride, int64_t m, const bf16* b, int64_t b_stride, int64_t n,
-              int64_t channels, float* out, int64_t width) {
-  for (int64_t i = 0; i < m; i += 4) {
-    const bf16* rows[4];
-    for (int64_t x = 0; x < 4; ++x) rows[x] = a + std::min(i + x, m - 1) * a_stride;
-    for (int64_t j = 0; j < n; j += 4) {
-      const bf16* columns[4];
-      for (int64_t y = 0; y < 4; ++y) columns[y] = b + std::min(j + y, n - 1) * b_stride;
-      __m512 acc[4][4];
-      for (auto& each : acc)
-        for (auto& one : each) one = _mm512_setzero_ps();
-      for (int64_t c = 0; c < channels; c += 32) {
-        const __m512bh r0 = load(rows[0] + c), r1 = load(rows[1] + c);
-        const __m512bh r2 = load(rows[2] + c), r3 = load(rows[3] + c);
-#pragma GCC unroll 4
-        for (int64_t y = 0; y < 4; ++y) {
-          const __m512bh column = load(columns[y] + c);
-          acc[0][y] = _mm512_dpbf16_ps(acc[0][y], r0, column);
-          acc[1][y] = _mm512_dpbf16_ps(acc[1][y], r1, column);
-          acc[2][y] = _mm512_dpbf16_ps(acc[2][y], r2, column);
-          acc[3][y] = _mm512_dpbf16_ps(acc[3][y], r3, column);
-        }
-      }
-      for (int64_t x = 0; x < std::min<int64_t>(4, m - i); ++x) {
-        float four[4];
-        _mm_storeu_ps(four, sums_of(acc[x][0], acc[x][1], acc[x][2], acc[x][3]));
-        for (int64_t y = 0; y < std::min<int64_t>(4, n - j); ++y) out[(i + x) * width + j + y] = four[y];
-      }
-    }
-  }
-}
-
-// pairs[k / 2, c] = (row k, row k + 1) of channel c; a missing last row counts as zeros.
-void interleave(const bf16* from, int64_t stride, int64_t rows, int64_t channels,
-                std::uint32_t* pairs) {
-  for (int64_t k = 0; k < rows; k += 2) {
-    const bf16* low = from + k * stride;
-    const bf16* high = k + 1 < rows ? low + stride : nullptr;
-    std::uint32_t* to = pairs + k / 2 * channels;
-    if (high) {
-#pragma omp simd
-      for (int64_t c = 0; c < channels; ++c)
-        to[c] = low[c] | static_cast<std::uint32_t>(high[c]) << 16;
-    } else {
-      for (int64_t c = 0; c < channels; ++c) to[c] = low[c];
-    }
-  }
-}
-
-// A matrix of pairs (k, k + 1) of factors: row i, pair k at from[i * row_step + k * pair_step].
-struct Factors {
-  const std::uint32_t* from;
-  int64_t row_step, pair_step;
-};
-
-// out[i, c] += sum over k of factors[i, k] * rows[k, c], rows given as pairs.
-template <int kVectors>
-void add_rows(Factors factors, int64_t m, const std::uint32_t* pairs, int64_t num_pairs,
-              int64_t channels, int64_t from, float* out) {
-  for (int64_t i = 0; i < m; i += 4) {
-    const std::uint32_t* rows[4];
-    for (int64_t x = 0; x < 4; ++x)
-      rows[x] = factors.from + std::min(i + x, m - 1) * factors.row_step;
-    __m512 acc[4][kVectors];
-    for (int64_t x = 0; x < 4; ++x)
-      for (int v = 0; v < kVectors; ++v)
-        acc[x][v] = _mm512_loadu_ps(out + std::min(i + x, m - 1) * channels + from + 16 * v);
-    for (int64_t k = 0; k < num_pairs; ++k) {
-      __m512bh column[kVectors];
-      for (int v = 0; v < kVectors; ++v)
-        column[v] =
-            reinterpret_cast<__m512bh>(_mm512_loadu_si512(pairs + k * channels + from + 16 * v));
-      for (int64_t x = 0; x < 4; ++x) {
-        const int two = static_cast<int>(rows[x][k * factors.pair_step]);
-        const __m512bh factor = reinterpret_cast<__m512bh>(_mm512_set1_epi32(two));
-        for (int v = 0; v < kVectors; ++v)
-          acc[x][v] = _mm512_dpbf16_ps(acc[x][v], factor, column[v]);
-      }
-    }
-    for (int64_t x = 0; x < std::min<int64_t>(4, m - i); ++x)
-      for (int v = 0; v < kVectors; ++v)
-        _mm512_storeu_ps(out + (i + x) * channels + from + 16 * v, acc[x][v]);
-  }
-}
-
-void add_rows(Factors factors, int64_t m, const std::uint32_t* pairs, int64_t num_pairs,
-              int64_t channels, float* out) {
-  int64_t from = 0;
-  for (; from + 64 <= channels; from += 64)
-    add_rows<4>(factors, m, pairs, num_pairs, channels, from, out);
-  for (; from < channels; from += 16)
-    add_rows<1>(factors, m, pairs, num_pairs, channels, from, out);
-}
-
-// Rows of bfloat16 of an even width as they are; and their transpose, from interleaved rows.
-Factors as_rows(const std::vector<bf16>& p, int64_t width) {
-  return {reinterpret_cast<const std::uint32_t*>(p.data()), width / 2, 1};
-}
-
-Factors as_columns(const std::vector<std::uint32_t>& interleaved, int64_t width) {
-  return {interleaved.data(), 1, width};
-}
-
 struct Shape {
-  int64_t heads, kv_heads, channels, window;  // window 0: none
+  int64_t heads, kv_heads, channels;
   float scale;
 
   int64_t q_stride() const { return heads * channels; }
   int64_t kv_stride() const { return kv_heads * channels; }
-  int64_t first_key(int64_t query) const {
-    return window ? std::max<int64_t>(0, query - window + 1) : 0;
-  }
 };
+
+// Query i sees the keys first[i] .. last[i] - 1; neither falls from a query to the next.
+struct Stretches {
+  const int64_t *first, *last;
+  int64_t queries, keys;
+};
+
+// The stretches of a document, causal within a window (0: none); kept until the thread's next call.
+Stretches of_document(int64_t tokens, int64_t window) {
+  static thread_local std::vector<int64_t> first, last;
+  first.resize(tokens), last.resize(tokens);
+  for (int64_t i = 0; i < tokens; ++i) {
+    first[i] = window ? std::max<int64_t>(0, i - window + 1) : 0;
+    last[i] = i + 1;
+  }
+  return {first.data(), last.data(), tokens, tokens};
+}
 
 // What a task needs room for; kept per thread.
 struct Room {
@@ -186,28 +75,38 @@ struct Seen {
   int64_t first, count, width;
 };
 
-Seen seen_by(int64_t start, int64_t end, const Shape& shape) {
-  const int64_t first = shape.first_key(start) / 2 * 2;
-  return {first, end - first, (end - first + 1) / 2 * 2};
+Seen seen_by(int64_t start, int64_t end, const Stretches& keys) {
+  const int64_t first = keys.first[start] / 2 * 2, count = keys.last[end - 1] - first;
+  return {first, count, (count + 1) / 2 * 2};
 }
 
-// Scores of a block become probabilities, exactly zero where nothing is seen; p in bfloat16.
-void softmax_block(float* scores, bf16* p, int64_t start, int64_t end, Seen seen, const Shape& shape) {
+// Scores of a block become probabilities, exactly zero where nothing is seen; p in bfloat16. With
+// `lse` (of all keys, one per query and head) these keys' share of them; else they sum to 1 and the
+// logarithm of their sum goes to `lse_out`, -inf where a query sees none.
+void softmax_block(float* scores, bf16* p, int64_t start, int64_t end, Seen seen,
+                   const Stretches& keys, const Shape& shape, const float* lse, float* lse_out) {
+  const float scale = shape.scale;
   for (int64_t i = start; i < end; ++i) {
     float* row = scores + (i - start) * seen.width;
     bf16* to = p + (i - start) * seen.width;
-    const int64_t low = shape.first_key(i) - seen.first, high = i + 1 - seen.first;
-    float peak = row[low];
+    const int64_t low = keys.first[i] - seen.first, high = keys.last[i] - seen.first;
+    float peak = -INFINITY, sum = 0.0f, by = 1.0f;
+    if (lse) {
+      const float total = lse[i * shape.heads];
+#pragma omp simd
+      for (int64_t j = low; j < high; ++j) row[j] = exp_of(row[j] * scale - total);
+    } else if (low < high) {
+      peak = row[low];
 #pragma omp simd reduction(max : peak)
-    for (int64_t j = low; j < high; ++j) peak = row[j] > peak ? row[j] : peak;
-    float sum = 0.0f;
-    const float scale = shape.scale;
+      for (int64_t j = low; j < high; ++j) peak = row[j] > peak ? row[j] : peak;
 #pragma omp simd reduction(+ : sum)
-    for (int64_t j = low; j < high; ++j) {
-      row[j] = exp_of((row[j] - peak) * scale);
-      sum += row[j];
+      for (int64_t j = low; j < high; ++j) {
+        row[j] = exp_of((row[j] - peak) * scale);
+        sum += row[j];
+      }
+      by = 1.0f / sum;
     }
-    const float by = 1.0f / sum;
+    if (lse_out) lse_out[i * shape.heads] = low < high ? peak * scale + std::log(sum) : -INFINITY;
     for (int64_t j = 0; j < low; ++j) row[j] = 0.0f, to[j] = 0;
 #pragma omp simd
     for (int64_t j = low; j < high; ++j) {
@@ -218,52 +117,72 @@ void softmax_block(float* scores, bf16* p, int64_t start, int64_t end, Seen seen
   }
 }
 
-void forward_task(const bf16* q, const bf16* k, const bf16* v, bf16* out, int64_t tokens,
-                  const Shape& shape, Room& room) {
-  room.fit(tokens, shape.channels, false);
-  interleave(v, shape.kv_stride(), tokens, shape.channels, room.values.data());
-  for (int64_t start = 0; start < tokens; start += kBlock) {
-    const int64_t end = std::min(start + kBlock, tokens), count = end - start;
-    const Seen seen = seen_by(start, end, shape);
+void store_row(const float* row, int64_t channels, float scale, bf16* to) {
+#pragma omp simd
+  for (int64_t c = 0; c < channels; ++c) to[c] = narrow(row[c] * scale);
+}
+
+void store_row(const float* row, int64_t channels, float scale, float* to) {
+#pragma omp simd
+  for (int64_t c = 0; c < channels; ++c) to[c] = row[c] * scale;
+}
+
+template <typename Out>
+void forward_task(const bf16* q, const bf16* k, const bf16* v, Out* out, float* lse,
+                  const Stretches& keys, const Shape& shape, Room& room) {
+  room.fit(keys.keys, shape.channels, false);
+  interleave(v, shape.kv_stride(), keys.keys, shape.channels, room.values.data());
+  for (int64_t start = 0; start < keys.queries; start += kBlock) {
+    const int64_t end = std::min(start + kBlock, keys.queries), count = end - start;
+    const Seen seen = seen_by(start, end, keys);
     dot_rows(q + start * shape.q_stride(), shape.q_stride(), count,
              k + seen.first * shape.kv_stride(), shape.kv_stride(), seen.count, shape.channels,
              room.scores.data(), seen.width);
-    softmax_block(room.scores.data(), room.p.data(), start, end, seen, shape);
+    softmax_block(room.scores.data(), room.p.data(), start, end, seen, keys, shape, nullptr, lse);
     std::fill_n(room.rows.begin(), count * shape.channels, 0.0f);
     add_rows(as_rows(room.p, seen.width), count,
              room.values.data() + seen.first / 2 * shape.channels, seen.width / 2, shape.channels,
              room.rows.data());
-    for (int64_t i = 0; i < count; ++i) {
-      const float* row = room.rows.data() + i * shape.channels;
-      bf16* to = out + (start + i) * shape.q_stride();
-#pragma omp simd
-      for (int64_t c = 0; c < shape.channels; ++c) to[c] = narrow(row[c]);
-    }
+    for (int64_t i = 0; i < count; ++i)
+      store_row(room.rows.data() + i * shape.channels, shape.channels, 1.0f,
+                out + (start + i) * shape.q_stride());
   }
 }
 
-void backward_task(const bf16* grad, const bf16* q, const bf16* k, const bf16* v, bf16* grad_q,
-                   float* grad_k, float* grad_v, int64_t tokens, const Shape& shape, Room& room) {
-  room.fit(tokens, shape.channels, true);
+// What the gradient of a score is taken off by, and what the scores are taken from; null: both are
+// of these keys only and computed again.
+struct Whole {
+  const float *lse, *slope;  // one per query and head
+};
+
+template <typename Out>
+void backward_task(const bf16* grad, const bf16* q, const bf16* k, const bf16* v, Whole whole,
+                   Out* grad_q, float* grad_k, float* grad_v, const Stretches& keys,
+                   const Shape& shape, Room& room) {
+  room.fit(keys.keys, shape.channels, true);
   const int64_t channels = shape.channels, q_stride = shape.q_stride(), kv = shape.kv_stride();
-  interleave(k, kv, tokens, channels, room.keys.data());
-  std::fill_n(grad_k, tokens * channels, 0.0f);
-  std::fill_n(grad_v, tokens * channels, 0.0f);
-  for (int64_t start = 0; start < tokens; start += kBlock) {
-    const int64_t end = std::min(start + kBlock, tokens), count = end - start;
-    const Seen seen = seen_by(start, end, shape);
+  interleave(k, kv, keys.keys, channels, room.keys.data());
+  std::fill_n(grad_k, keys.keys * channels, 0.0f);
+  std::fill_n(grad_v, keys.keys * channels, 0.0f);
+  for (int64_t start = 0; start < keys.queries; start += kBlock) {
+    const int64_t end = std::min(start + kBlock, keys.queries), count = end - start;
+    const Seen seen = seen_by(start, end, keys);
     float *p = room.scores.data(), *dp = room.grads.data();
     dot_rows(q + start * q_stride, q_stride, count, k + seen.first * kv, kv, seen.count, channels, p,
              seen.width);
-    softmax_block(p, room.p.data(), start, end, seen, shape);
+    softmax_block(p, room.p.data(), start, end, seen, keys, shape, whole.lse, nullptr);
     dot_rows(grad + start * q_stride, q_stride, count, v + seen.first * kv, kv, seen.count, channels,
              dp, seen.width);
     for (int64_t i = 0; i < count; ++i) {
       const float *p_row = p + i * seen.width, *dp_row = dp + i * seen.width;
       bf16* to = room.ds.data() + i * seen.width;
       float along = 0.0f;
+      if (whole.slope) {
+        along = whole.slope[(start + i) * shape.heads];
+      } else {
 #pragma omp simd reduction(+ : along)
-      for (int64_t j = 0; j < seen.count; ++j) along += p_row[j] * dp_row[j];
+        for (int64_t j = 0; j < seen.count; ++j) along += p_row[j] * dp_row[j];
+      }
 #pragma omp simd
       for (int64_t j = 0; j < seen.count; ++j) to[j] = narrow(p_row[j] * (dp_row[j] - along));
       for (int64_t j = seen.count; j < seen.width; ++j) to[j] = 0;
@@ -271,13 +190,9 @@ void backward_task(const bf16* grad, const bf16* q, const bf16* k, const bf16* v
     std::fill_n(room.rows.begin(), count * channels, 0.0f);
     add_rows(as_rows(room.ds, seen.width), count, room.keys.data() + seen.first / 2 * channels,
              seen.width / 2, channels, room.rows.data());
-    for (int64_t i = 0; i < count; ++i) {
-      const float* row = room.rows.data() + i * channels;
-      bf16* to = grad_q + (start + i) * q_stride;
-      const float scale = shape.scale;
-#pragma omp simd
-      for (int64_t c = 0; c < channels; ++c) to[c] = narrow(row[c] * scale);
-    }
+    for (int64_t i = 0; i < count; ++i)
+      store_row(room.rows.data() + i * channels, channels, shape.scale,
+                grad_q + (start + i) * q_stride);
     interleave(room.p.data(), seen.width, count, seen.width, room.turned_p.data());
     interleave(room.ds.data(), seen.width, count, seen.width, room.turned_ds.data());
     interleave(grad + start * q_stride, q_stride, count, channels, room.outs.data());
@@ -290,6 +205,26 @@ void backward_task(const bf16* grad, const bf16* q, const bf16* k, const bf16* v
   }
 }
 
+// Gradients of a key/value head are the sums over its query heads' parts [heads, rows, channels].
+template <typename Out>
+void sum_parts(const float* parts_k, const float* parts_v, int64_t num_rows, const Shape& shape,
+               Out* grad_k, Out* grad_v) {
+  const int64_t group = shape.heads / shape.kv_heads, channels = shape.channels;
+#pragma omp for schedule(static)
+  for (int64_t row = 0; row < num_rows; ++row)
+    for (int64_t kv = 0; kv < shape.kv_heads; ++kv)
+      for (int64_t c = 0; c < channels; ++c) {
+        float sum_k = 0.0f, sum_v = 0.0f;
+        for (int64_t head = kv * group; head < (kv + 1) * group; ++head) {
+          const int64_t at = (head * num_rows + row) * channels + c;
+          sum_k += parts_k[at], sum_v += parts_v[at];
+        }
+        const int64_t to = (row * shape.kv_heads + kv) * channels;
+        sum_k *= shape.scale;
+        store_row(&sum_k, 1, 1.0f, grad_k + to + c), store_row(&sum_v, 1, 1.0f, grad_v + to + c);
+      }
+}
+
 }  // namespace
 
 extern "C" {
@@ -298,7 +233,7 @@ extern "C" {
 void phalanx_attention_forward(const bf16* q, const bf16* k, const bf16* v, bf16* out,
                                const int64_t* bounds, int64_t num_documents, int64_t heads,
                                int64_t kv_heads, int64_t channels, int64_t window, float scale) {
-  const Shape shape{heads, kv_heads, channels, window, scale};
+  const Shape shape{heads, kv_heads, channels, scale};
 #pragma omp parallel
   {
     static thread_local Room room;
@@ -308,7 +243,8 @@ void phalanx_attention_forward(const bf16* q, const bf16* k, const bf16* v, bf16
         const int64_t start = bounds[document], tokens = bounds[document + 1] - start;
         const int64_t kv_at = start * shape.kv_stride() + head / (heads / kv_heads) * channels;
         const int64_t q_at = start * shape.q_stride() + head * channels;
-        forward_task(q + q_at, k + kv_at, v + kv_at, out + q_at, tokens, shape, room);
+        forward_task(q + q_at, k + kv_at, v + kv_at, out + q_at, nullptr,
+                     of_document(tokens, window), shape, room);
       }
   }
 }
@@ -316,9 +252,10 @@ void phalanx_attention_forward(const bf16* q, const bf16* k, const bf16* v, bf16
 // parts_k, parts_v: room for every query head's part of the gradients, [heads, rows, channels].
 void phalanx_attention_backward(const bf16* grad, const bf16* q, const bf16* k, const bf16* v,
                                 bf16* grad_q, bf16* grad_k, bf16* grad_v, float* parts_k,
-                                float* parts_v, const int64_t* bounds, int64_t num_documents, int64_t heads, int64_t kv_heads,
-                                int64_t channels, int64_t window, float scale) {
-  const Shape shape{heads, kv_heads, channels, window, scale};
+                                float* parts_v, const int64_t* bounds, int64_t num_documents,
+                                int64_t heads, int64_t kv_heads, int64_t channels, int64_t window,
+                                float scale) {
+  const Shape shape{heads, kv_heads, channels, scale};
   const int64_t num_rows = bounds[num_documents], group = heads / kv_heads;
 #pragma omp parallel
   {
@@ -330,23 +267,51 @@ void phalanx_attention_backward(const bf16* grad, const bf16* q, const bf16* k, 
         const int64_t kv_at = start * shape.kv_stride() + head / group * channels;
         const int64_t q_at = start * shape.q_stride() + head * channels;
         const int64_t part = (head * num_rows + start) * channels;
-        backward_task(grad + q_at, q + q_at, k + kv_at, v + kv_at, grad_q + q_at,
-                      parts_k + part, parts_v + part, tokens, shape, room);
+        backward_task(grad + q_at, q + q_at, k + kv_at, v + kv_at, Whole{nullptr, nullptr},
+                      grad_q + q_at, parts_k + part, parts_v + part, of_document(tokens, window),
+                      shape, room);
       }
-#pragma omp for schedule(static)
-    for (int64_t row = 0; row < num_rows; ++row)
-      for (int64_t kv = 0; kv < kv_heads; ++kv) {
-        bf16* to_k = grad_k + (row * kv_heads + kv) * channels;
-        bf16* to_v = grad_v + (row * kv_heads + kv) * channels;
-        for (int64_t c = 0; c < channels; ++c) {
-          float sum_k = 0.0f, sum_v = 0.0f;
-          for (int64_t head = kv * group; head < (kv + 1) * group; ++head) {
-            const int64_t at = (head * num_rows + row) * channels + c;
-            sum_k += parts_k[at], sum_v += parts_v[at];
-          }
-          to_k[c] = narrow(sum_k * scale), to_v[c] = narrow(sum_v);
-        }
-      }
+    sum_parts(parts_k, parts_v, num_rows, shape, grad_k, grad_v);
+  }
+}
+
+// out and lse [queries, heads (, channels)] in float32 over the keys that each query sees.
+void phalanx_partial_forward(const bf16* q, const bf16* k, const bf16* v, float* out, float* lse,
+                             const int64_t* first, const int64_t* last, int64_t queries,
+                             int64_t num_keys, int64_t heads, int64_t kv_heads, int64_t channels,
+                             float scale) {
+  const Shape shape{heads, kv_heads, channels, scale};
+  const Stretches keys{first, last, queries, num_keys};
+#pragma omp parallel
+  {
+    static thread_local Room room;
+#pragma omp for schedule(dynamic, 1)
+    for (int64_t head = 0; head < heads; ++head) {
+      const int64_t kv_at = head / (heads / kv_heads) * channels, q_at = head * channels;
+      forward_task(q + q_at, k + kv_at, v + kv_at, out + q_at, lse + head, keys, shape, room);
+    }
+  }
+}
+
+// lse, slope: of the queries over all keys, of which these may be a part; gradients in float32.
+void phalanx_partial_backward(const bf16* grad, const bf16* q, const bf16* k, const bf16* v,
+                              const float* lse, const float* slope, float* grad_q, float* grad_k,
+                              float* grad_v, float* parts_k, float* parts_v, const int64_t* first,
+                              const int64_t* last, int64_t queries, int64_t num_keys,
+                              int64_t heads, int64_t kv_heads, int64_t channels, float scale) {
+  const Shape shape{heads, kv_heads, channels, scale};
+  const Stretches keys{first, last, queries, num_keys};
+#pragma omp parallel
+  {
+    static thread_local Room room;
+#pragma omp for schedule(dynamic, 1)
+    for (int64_t head = 0; head < heads; ++head) {
+      const int64_t kv_at = head / (heads / kv_heads) * channels, q_at = head * channels;
+      const int64_t part = head * num_keys * channels;
+      backward_task(grad + q_at, q + q_at, k + kv_at, v + kv_at, Whole{lse + head, slope + head},
+                    grad_q + q_at, parts_k + part, parts_v + part, keys, shape, room);
+    }
+    sum_parts(parts_k, parts_v, num_keys, shape, grad_k, grad_v);
   }
 }
 

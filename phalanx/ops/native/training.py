@@ -17,7 +17,7 @@ from torch import Tensor
 from phalanx.ops.native.loader import address, function, library, serves
 
 GATES = {"gelu_tanh": 0, "silu": 1}
-_LONGEST_DOCUMENT = 4096  # 32 queries' scores and gradients: 1 MiB
+MOST_KEYS = 4096  # of one call: 32 queries' scores and gradients are 1 MiB
 
 
 def _call(name: str, *arguments: Tensor | int | float | None) -> None:
@@ -131,7 +131,7 @@ def serves_attention(q_SHC: Tensor, k_SKC: Tensor, v_SKC: Tensor, longest: int) 
     """Whether the attention below may be given these: it needs a processor with bfloat16 dot
     products, and documents whose scores of a block fit into a core's cache."""
     return (
-        longest <= _LONGEST_DOCUMENT
+        longest <= MOST_KEYS
         and q_SHC.shape[-1] % 32 == 0
         and serves(q_SHC, k_SKC, v_SKC)
         and library().phalanx_attention_supported() == 1
@@ -170,6 +170,58 @@ def attention_backward(
     sizes = _attention_sizes(q_SHC, k_SKC, bounds, window)
     _call("attention_backward", *inputs, *grads, *parts_HSC, ends, *sizes, scale)
     return grads
+
+
+def serves_partial(q_QHC: Tensor, k_TKC: Tensor, v_TKC: Tensor) -> bool:
+    """Whether `partial_forward` may be given these: as for attention, in stretches of keys."""
+    return serves_attention(q_QHC, k_TKC, v_TKC, min(len(k_TKC), MOST_KEYS))
+
+
+def partial_forward(
+    q_QHC: Tensor, k_TKC: Tensor, v_TKC: Tensor, first_Q: Tensor, last_Q: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """(out [Q, H, C], lse [Q, H]), float32, over the keys first .. last - 1 of each query.
+
+    Args:
+        k_TKC, v_TKC: at most `MOST_KEYS`.
+        first_Q, last_Q: int64, neither falls.
+    """
+    inputs = [each.contiguous() for each in (q_QHC, k_TKC, v_TKC)]
+    out_QHC = torch.empty_like(inputs[0], dtype=torch.float32)
+    lse_QH = out_QHC.new_empty(out_QHC.shape[:2])
+    sizes = _partial_sizes(q_QHC, k_TKC)
+    _call("partial_forward", *inputs, out_QHC, lse_QH, first_Q, last_Q, *sizes, scale)
+    return out_QHC, lse_QH
+
+
+def partial_backward(
+    grad_QHC: Tensor,
+    q_QHC: Tensor,
+    k_TKC: Tensor,
+    v_TKC: Tensor,
+    lse_QH: Tensor,
+    slope_QH: Tensor,
+    first_Q: Tensor,
+    last_Q: Tensor,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v by these keys, float32.
+
+    Args:
+        lse_QH, slope_QH: float32, of the queries' whole softmax.
+    """
+    inputs = [each.contiguous() for each in (grad_QHC, q_QHC, k_TKC, v_TKC)]
+    whole = [each.contiguous() for each in (lse_QH, slope_QH)]
+    grads = tuple(torch.empty_like(each, dtype=torch.float32) for each in inputs[1:])
+    parts = lse_QH.new_empty(2, q_QHC.shape[1], len(k_TKC), q_QHC.shape[2])
+    sizes = _partial_sizes(q_QHC, k_TKC)
+    outputs = (*grads, *parts)
+    _call("partial_backward", *inputs, *whole, *outputs, first_Q, last_Q, *sizes, scale)
+    return grads
+
+
+def _partial_sizes(q_QHC: Tensor, k_TKC: Tensor) -> tuple[int, ...]:
+    return len(q_QHC), len(k_TKC), q_QHC.shape[1], k_TKC.shape[1], q_QHC.shape[2]
 
 
 def _attention_sizes(
