@@ -16,6 +16,7 @@ from phalanx.engines.memory import return_free_memory
 from phalanx.engines.row_loss import DropoutKeys, hidden_loss, row_inputs
 from phalanx.engines.trainer_model import TrainModel
 from phalanx.engines.user_loss import LossFunction
+from phalanx.lower.data import round_items
 from phalanx.worlds.pipeline_plan import PipelinePlan, PlannedShapes
 from phalanx.worlds.torch_log import SpanLog
 from phalanx.worlds.torch_pipelining import TorchPipeline
@@ -56,11 +57,12 @@ class PipelineStep:
             The sum of the micro-batches' losses, detached; zero on ranks without the last stage.
         """
         rows = batch.micro_batches
-        self.model.data.begin_step(len(rows), self._uses)
         inputs = [row_inputs(self.model, row, self.device, dropout) for row in rows]
         tokens = [tokens_S for tokens_S, _ in inputs]
         pipeline = self._pipeline([len(tokens_S) for tokens_S in tokens], log)
         self._latest[id(log)] = pipeline
+        in_a_row = round_items(pipeline.plan.lists[self._stages.rank])
+        self.model.data.begin_step(len(rows), self._uses, in_a_row)
         losses = pipeline.step(
             tokens,
             rows,
