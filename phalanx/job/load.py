@@ -7,7 +7,7 @@ import json
 import os
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import Field, asdict, dataclass, field, fields
+from dataclasses import Field, asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,11 @@ from phalanx.job.sections import (
     ServeSection,
     TrainSection,
 )
+from phalanx.schedule_file import with_rows
 from phalanx.strict import parse_toml, read_field
 from phalanx.units import parse_quantity
+
+_SCHEDULE = "plan.pipeline"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,11 +99,24 @@ def load_job(path: str | Path | None = None, flags: Mapping[str, Any] | None = N
         given[dotted] = _Given(value, "flag")
     sections = {name: _section(name, given) for name in SECTIONS}
     origin = {dotted: each.origin for dotted, each in given.items()}
+    sections["plan"] = _with_schedule(sections["plan"], origin, path)
     job = Job(name=Path(path).stem if path else "job", origin=origin, **sections)
     if not job.model.name:
         rule = "say which model: a folder, a Hub name, 'gemma3-270m', 'tiny' or 'toy'"
         raise JobError("job/missing", "model.name", None, rule)
     return job
+
+
+def _with_schedule(
+    plan: PlanSection, origin: Mapping[str, str], path: str | Path | None
+) -> PlanSection:
+    """The schedule of a CSV file itself: a plan holds it, wherever the file goes.
+
+    A file that a job file names lies beside it; one that a flag names, where the user is.
+    """
+    is_typed = any(origin[key] == "flag" for key in origin if key.startswith(_SCHEDULE))
+    folder = Path(path).parent if path and not is_typed else Path()
+    return replace(plan, pipeline=with_rows(plan.pipeline, folder))
 
 
 def parse_flags(arguments: Sequence[str]) -> dict[str, str]:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from phalanx.errors import JobError
+from phalanx.errors import JobError, PhalanxError
 from phalanx.job import load_job, parse_flags
 
 JOB = """
@@ -188,3 +188,24 @@ def test_a_missing_file_names_its_neighbours(job_file):
         load_job(job_file.with_name("smal.toml"))
     assert caught.value.code == "job/not-found"
     assert str(job_file) in caught.value.legal
+
+
+def test_a_schedule_file_lies_beside_its_job_file_and_becomes_its_rows(tmp_path, monkeypatch):
+    (tmp_path / "order.csv").write_text("0F0,0B0\n")
+    path = tmp_path / "job.toml"
+    text = '[model]\nname = "toy"\n[plan]\npipeline = { name = "listed", file = "order.csv" }\n'
+    path.write_text(text)
+    assert load_job(path).plan.pipeline == {"name": "listed", "rows": ["0F0,0B0"]}
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    (tmp_path / "here" / "order.csv").write_text("0F0,0F1,0B0,0B1\n")
+    typed = load_job(path, {"plan.pipeline.file": "order.csv"})
+    assert typed.plan.pipeline["rows"] == ["0F0,0F1,0B0,0B1"]
+
+
+def test_a_schedule_file_with_a_doubled_pass_is_refused_with_its_cell(tmp_path):
+    (tmp_path / "order.csv").write_text("0F0,0F0,0B0\n")
+    flags = {"model.name": "toy", "plan.pipeline.name": "listed"}
+    with pytest.raises(PhalanxError) as caught:
+        load_job(None, flags | {"plan.pipeline.file": str(tmp_path / "order.csv")})
+    assert caught.value.code == "order/doubled" and "column 2" in str(caught.value)
