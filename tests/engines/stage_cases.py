@@ -1,4 +1,4 @@
-"""Decoders whose stages several ranks hold, on any mesh, and the same whole: what follows a step."""
+"""Small decoders whose stages several ranks hold, and the same whole: what follows a step."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def whole():
 def test_stages_say_what_the_whole_model_says(whole):
     adapted = replace(STAGED["a wave"], lora=ADAPTERS)
     on_ranks = run_ranks(seen, 2, [*STAGED.values(), adapted], backend=None)
-    loss, answers, cut, _ = whole[0]
+    _, answers, cut, _ = whole[0]
     assert [len(each) for each in answers] == [7, 7, 7] and len(cut[0]) <= 2
     for of_one in on_ranks:
         for of_case, expected in zip(of_one, [whole[0]] * len(STAGED) + [whole[1]]):
