@@ -7,9 +7,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from phalanx.data.batches import MicroBatch
 from phalanx.engines.bind import BoundData, bind_data, stored_dtype
@@ -20,6 +19,7 @@ from phalanx.engines.recompute import apply_recompute
 from phalanx.engines.stages import BoundStages, bind_stages
 from phalanx.engines.tensor_decoder import bind_decoder
 from phalanx.engines.tensor_products import held
+from phalanx.engines.whole_weights import whole_weights
 from phalanx.errors import PlanError
 from phalanx.job import Job
 from phalanx.models.adapter_folder import adapter_weights, lora_of
@@ -147,15 +147,11 @@ class TrainModel:
             self.stages.finish_step(self.decoder, self.data)
 
     def whole_trainable(self) -> Iterator[tuple[str, Tensor]]:
-        """(canonical name, whole tensor on the CPU) of what was trained; all ranks call it."""
-        for name, parameter in self.decoder.named_parameters():
-            if parameter.requires_grad:
-                yield name, _whole(parameter)
+        """(canonical name, whole tensor on the CPU) of what was trained; all ranks call it.
 
-
-def _whole(parameter: nn.Parameter) -> Tensor:
-    value = parameter.detach()
-    return (value.full_tensor() if isinstance(value, DTensor) else value).cpu()
+        Rank 0 gets all of them; elsewhere those of other stages are left out.
+        """
+        return whole_weights(self.decoder, None if self.stages is None else self.stages.group)
 
 
 def build_model(job: Job, role: RoleProgram, source: ModelSource, process: Process) -> TrainModel:
