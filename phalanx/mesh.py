@@ -3,13 +3,15 @@
 An `axis` is a direction of the grid ("tp"); a `dim` is a dimension of a tensor (0). They are never
 confused in Phalanx: names and errors keep to it. The first axis is the outermost: its coordinate
 changes slowest with the rank. Axes may stand in any order (Megatron puts tp fastest, Llama 3 puts
-the data axis slowest).
+the data axis slowest). Several axes taken together are one joint axis under their names, in the
+order of the mesh: "shard_cp" are the ranks that differ on shard or cp.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property
+from itertools import combinations
 from math import prod
 
 from phalanx.errors import JobError, nearest_names, nearest_numbers
@@ -61,14 +63,38 @@ class Mesh:
             step *= size
         return strides
 
+    def parts(self, axis: str) -> tuple[str, ...]:
+        """The axes that a joint axis joins; the axis itself; () for one that the mesh lacks."""
+        if axis in self.names:
+            return (axis,)
+        return self._joint.get(axis, ())
+
+    @cached_property
+    def _joint(self) -> dict[str, tuple[str, ...]]:
+        counts = range(2, len(self.names) + 1)
+        joint = (axes for count in counts for axes in combinations(self.names, count))
+        return {"_".join(axes): axes for axes in joint}
+
+    def joint(self, axes: Collection[str]) -> str:
+        """One name for the ranks that differ on any of these axes, those of size 1 left out; of
+        axes that are all of size 1, or missing, the first."""
+        long = [name for name in self.names if name in axes and self.degree(name) > 1]
+        return "_".join(long) or next(iter(axes))
+
     def degree(self, axis: str) -> int:
         """Size of an axis; 1 for an axis that the mesh does not have, as for one of size 1."""
-        return self.sizes[self.names.index(axis)] if axis in self.names else 1
+        if axis in self.names:
+            return self.sizes[self.names.index(axis)]
+        return prod(self.degree(part) for part in self.parts(axis))
 
     def coordinate(self, rank: int, axis: str) -> int:
         """Where `rank` stands on `axis` (0 on an axis that the mesh does not have)."""
         self._require_rank(rank)
-        return rank // self._stride[axis] % self.degree(axis) if axis in self.names else 0
+        at = 0
+        for part in self.parts(axis):
+            degree = self.degree(part)
+            at = at * degree + rank // self._stride[part] % degree
+        return at
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """All coordinates of a rank."""
@@ -100,7 +126,7 @@ class Mesh:
     def group(self, rank: int, axes: str | Sequence[str]) -> tuple[int, ...]:
         """The ranks that share all other coordinates with `rank`, in the order of `axes`."""
         ranks = [rank]
-        for axis in (axes,) if isinstance(axes, str) else axes:
+        for axis in self.parts(axes) if isinstance(axes, str) else axes:
             ranks = [self.peer(r, axis, at) for r in ranks for at in range(self.degree(axis))]
         return tuple(ranks)
 
@@ -119,7 +145,7 @@ class Mesh:
 
     def require_axis(self, axis: str, where: str = "axis") -> None:
         """Raise `mesh/axis` with the nearest names unless the mesh has `axis`."""
-        if axis not in self.names:
+        if not self.parts(axis):
             raise JobError(
                 "mesh/axis",
                 where,

@@ -33,19 +33,20 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
 from math import ceil, prod
+from typing import Any, cast
 
 from phalanx.action import Action, Compute, Program
 from phalanx.check_order import check_order
 from phalanx.errors import PlanError
 from phalanx.lower.activations import exchange_activations
 from phalanx.lower.chunk import Chunk, Placed
-from phalanx.lower.data import exchange_parameters, gather_updated
+from phalanx.lower.data import CUTTING_PLACEMENTS, exchange_parameters, gather_updated
 from phalanx.lower.order import GRAINS, expand_steps
 from phalanx.lower.partial import sum_partial_gradients
 from phalanx.lower.transport import add_transfers, wait_for_own_outputs
 from phalanx.mesh import Mesh
 from phalanx.policy import Order, Spec
-from phalanx.workload import StepWork, split_units
+from phalanx.workload import StepWork, Unit, split_units
 
 __all__ = ["Chunk", "lower"]
 
@@ -63,6 +64,7 @@ def lower(
     pipeline_axis: str = "pp",
     grain: str = "operator",
     extra_layers: tuple[float, float] = (0.0, 0.0),
+    stages: Sequence[Sequence[str]] | None = None,
 ) -> Program:
     """One training step as actions.
 
@@ -75,6 +77,7 @@ def lower(
         grain: size of one compute: "operator" (block), "unit" or "stage". At grain "stage" nothing
             inside a stage is visible, so no spec may be given.
         extra_layers: see `workload.split_units`.
+        stages: names of the units of each stage, in model order; None: split by `split_units`.
 
     Returns:
         A program whose lists are shared by all ranks of one pipeline coordinate. Its notes hold,
@@ -89,9 +92,13 @@ def lower(
     num_ranks = mesh.degree(pipeline_axis)
     num_stages = order.num_stages(num_ranks)
     rank_of_stage = order.rank_of_stage(num_ranks)
-    stages = split_units(work.units, num_stages, extra_layers)
+    if stages is None:
+        cut: Sequence[Sequence[Unit]] = split_units(work.units, num_stages, extra_layers)
+    else:
+        cut = _as_named(work.units, stages, num_stages)
     work = _of_one_rank(work, mesh, specs)
-    placed = Placed.of(work, stages, mesh, specs)
+    placed = Placed.of(work, cut, mesh, specs)
+    data_specs = _beside_context(_of_families(specs, _PARAMETER_FAMILIES), mesh, specs)
     ordered = order.order(num_ranks, work.num_items)
     check_order(ordered, num_stages, work.num_items, rank_of_stage)
     lists = []
@@ -99,13 +106,12 @@ def lower(
         chunks = expand_steps(steps, placed, grain)
         for spec in _of_families(specs, _ACTIVATION_FAMILIES):
             exchange_activations(chunks, placed, spec)
-        for spec in _of_families(specs, _PARAMETER_FAMILIES):
+        for spec in data_specs:
             exchange_parameters(chunks, placed, spec)
         wait_for_own_outputs(chunks, num_stages - 1)
         lists.append(chunks)
     add_transfers(lists, placed, rank_of_stage, pipeline_axis)
     model_specs = _of_families(specs, _ACTIVATION_FAMILIES)
-    data_specs = _of_families(specs, _PARAMETER_FAMILIES)
     programs = [_finish(chunks, placed, model_specs, data_specs) for chunks in lists]
     held = [{unit for chunk in chunks for unit in chunk.units} for chunks in lists]
     notes = {
@@ -124,6 +130,38 @@ def _of_one_rank(work: StepWork, mesh: Mesh, specs: Sequence[Spec]) -> StepWork:
     """The same units on the tokens that a rank has of each micro-batch."""
     parts = prod(mesh.degree(spec.axis) for spec in specs if spec.family == "context")
     return replace(work, item_tokens=tuple(ceil(count / parts) for count in work.item_tokens))
+
+
+def _as_named(
+    units: Sequence[Unit], stages: Sequence[Sequence[str]], num_stages: int
+) -> list[list[Unit]]:
+    """The units of each stage.
+
+    Raises:
+        PlanError: `plan/illegal` for stages that are not the order's, or not the units in order.
+    """
+    names = [unit.name for unit in units]
+    if len(stages) != num_stages:
+        rule = "must be as many as the order runs"
+        raise PlanError("plan/illegal", "stages", len(stages), rule, legal=[num_stages])
+    if [name for stage in stages for name in stage] != names:
+        rule = "must name every unit of the model once, in model order"
+        raise PlanError("plan/illegal", "stages", [list(stage) for stage in stages], rule)
+    unit_of = dict(zip(names, units))
+    return [[unit_of[name] for name in stage] for stage in stages]
+
+
+def _beside_context(data: Sequence[Spec], mesh: Mesh, specs: Sequence[Spec]) -> list[Spec]:
+    """Data specs with the axes along which ranks hold the same parameters: those that split a row's
+    tokens join the axis that cuts parameters or updates, or else the one that sums."""
+    axes = [spec.axis for spec in specs if spec.family == "context"]
+    if not axes or not data:
+        return list(data)
+    cutting = [spec for spec in data if spec.rules()[-1].placement in CUTTING_PLACEMENTS]
+    joins = (cutting or list(data))[0]
+    joint = cast(Any, joins)  # a dataclass, as all policies are
+    joined = replace(joint, axis=mesh.joint([joins.axis, *axes]))
+    return [joined if spec is joins else spec for spec in data]
 
 
 def _require_legal(mesh: Mesh, specs: Sequence[Spec], grain: str) -> None:

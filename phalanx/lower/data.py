@@ -18,7 +18,7 @@ from phalanx.action import Alloc, Collective, Free
 from phalanx.lower.chunk import Chunk, Placed
 from phalanx.policy import Exchange, Rule, Spec, Step
 
-_CUTTING = ("shard", "update")  # placements that cut gradients
+CUTTING_PLACEMENTS = ("shard", "update")  # of gradients and optimizer state
 
 
 @dataclass
@@ -238,7 +238,7 @@ def _reduce(visit: _Visit, placed: Placed, spec: Spec, exchange: Exchange, degre
 
 
 def _shard_held(visits: list[_Visit], placed: Placed, degree: int) -> None:
-    cut = {visit.unit: visit.rule for visit in visits if visit.rule.placement in _CUTTING}
+    cut = {visit.unit: visit.rule for visit in visits if visit.rule.placement in CUTTING_PLACEMENTS}
     for unit, rule in cut.items():
         placed.sharded[unit] = placed.sharded.get(unit, 1) * degree
         if rule.placement == "update":

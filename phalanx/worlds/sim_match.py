@@ -35,13 +35,15 @@ def group_classes(mesh: Mesh, axis: str, colors: np.ndarray) -> tuple[np.ndarray
         class of each rank's group [ranks], and the number of distinct colors in a class [classes].
     """
     grid = colors.reshape(mesh.sizes)
-    at = mesh.names.index(axis)
-    rows = np.sort(np.moveaxis(grid, at, -1).reshape(-1, mesh.sizes[at]), axis=1)
+    dims = [mesh.names.index(part) for part in mesh.parts(axis)]
+    last = list(range(-len(dims), 0))
+    rows = np.sort(np.moveaxis(grid, dims, last).reshape(-1, mesh.degree(axis)), axis=1)
     distinct, of_row = np.unique(rows, axis=0, return_inverse=True)
     sizes = 1 + (np.diff(distinct, axis=1) != 0).sum(axis=1)
-    rest = [size for i, size in enumerate(mesh.sizes) if i != at]
-    spread = np.broadcast_to(of_row.reshape(*rest, 1), (*rest, mesh.sizes[at]))
-    return np.moveaxis(spread, -1, at).reshape(-1), sizes
+    rest = [size for i, size in enumerate(mesh.sizes) if i not in dims]
+    own = [mesh.sizes[dim] for dim in dims]
+    spread = np.broadcast_to(of_row.reshape(*rest, *([1] * len(own))), (*rest, *own))
+    return np.moveaxis(spread, last, dims).reshape(-1), sizes
 
 
 class Matcher:
@@ -80,8 +82,10 @@ class Matcher:
         if action.members:
             return action.members
         self.mesh.require_axis(action.axis, f"axis of {action.label or action.operator}")
-        stride = stride_of(self.mesh, action.axis)
-        first = rank - rank // stride % self.mesh.degree(action.axis) * stride
+        first = rank
+        for part in self.mesh.parts(action.axis):
+            stride = stride_of(self.mesh, part)
+            first -= rank // stride % self.mesh.degree(part) * stride
         if (action.axis, first) not in self._members:
             self._members[action.axis, first] = self.mesh.group(rank, action.axis)
         return self._members[action.axis, first]

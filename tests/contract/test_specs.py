@@ -136,7 +136,7 @@ def test_specs_of_different_families_compose():
     program = lower(decoder_work(3, ITEM_TOKENS[:3]), mesh, OneByOne(), specs)
     check_program(program)
     used = {action.axis for action in program.of(0) if hasattr(action, "axis")}
-    assert used == set(first_of_family)
+    assert {part for axis in used for part in mesh.parts(axis)} == set(first_of_family)
     drive(SimWorld(mesh, COST), program=program, num_steps=NUM_STEPS)
 
 
