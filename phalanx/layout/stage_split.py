@@ -132,11 +132,11 @@ def split_layers(
         first_K[0] = last_K[-1] = np.inf
     inner_KK = np.where(is_filled_KK, inner_KK, np.inf)
     heaviest, _ = _lightest_chain(first_K, inner_KK, last_K, num_stages, np.maximum)
-    squares = [
+    first_K, inner_KK, last_K = (
         np.where(part <= heaviest * (1 + 1e-9), part**2, np.inf)
         for part in (first_K, inner_KK, last_K)
-    ]
-    _, chosen = _lightest_chain(*squares, num_stages, np.add)
+    )
+    _, chosen = _lightest_chain(first_K, inner_KK, last_K, num_stages, np.add)
     ends = [0, *(cuts[at] for at in chosen), config.num_layers]
     return stage_ranges(list(pairwise(ends)))
 

@@ -41,8 +41,9 @@ TIED = small_config(
     head_dim=6, window=3, full_every=2, dtype="float64", init_std=0.2, logit_soft_cap=4.0,
 )  # fmt: skip
 DROPPED = LoraSpec(rank=3, alpha=7.0, dropout=0.3)
+ZERO = {"family": "data", "name": "zero"}
+RING = {"family": "context", "name": "ring"}
 FULL = StagedCase(config=TIED)
-BARE = [[0, 0], [0, 3], [3, 3], [3, 3]]
 
 TWO_RANKS = {
     "1f1b, tied": FULL,
@@ -63,6 +64,18 @@ FOUR_RANKS = {
         FULL, mesh={"replicate": 2, "pp": 2}, specs=(REPLICATE,), steps=3
     ),
     "pp 2 x tp 2, tokens split": replace(FULL, mesh={"pp": 2, "tp": 2}, specs=(SEQUENCE,), steps=3),
+    "pp 2 x zero 1 over 2": replace(
+        FULL, mesh={"pp": 2, "shard": 2}, specs=(ZERO | {"stage": 1},), steps=3
+    ),
+    "zero 2 over 2 x pp 2, chunks": replace(
+        FULL,
+        mesh={"shard": 2, "pp": 2},
+        specs=(ZERO | {"stage": 2},),
+        order={"name": "interleaved"},
+        stages=[[0, 1], [1, 2], [2, 3], [3, 3]],
+        steps=3,
+    ),
+    "pp 2 x cp 2": replace(FULL, mesh={"pp": 2, "cp": 2}, specs=(RING,), steps=3),
     "pp 2 x tp 2, adapters": replace(
         FULL, mesh={"pp": 2, "tp": 2}, specs=(MEGATRON,), lora=DROPPED, steps=3
     ),
