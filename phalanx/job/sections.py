@@ -164,6 +164,9 @@ class PlanSection:
     )
     mesh: Mapping[str, int] = key({}, "axis sizes, outermost first; must multiply to the devices")
     pipeline: Any = key("gpipe", "schedule: a name, or a table with its options", kind=_POLICY)
+    stages: tuple = key(
+        (), "layers of each pipeline stage (empty: split by weight)", kind=tuple[int, ...]
+    )
     data: Any = key(
         "fsdp",
         "data parallelism: a name, a table, or a list of them",
