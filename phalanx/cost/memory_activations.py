@@ -154,8 +154,9 @@ def chunks_in_flight(
     """Micro-batches of a whole stage that a pipeline rank holds at its peak.
 
     GPipe m; 1F1B p - r; interleaved 2(p-r-1) + (v-1)p + 1 chunks of 1/v; zero-bubble p on every
-    rank (its weight gradients wait); ZB-V 2p half stages; DualPipe p + 1. Never more than m.
-    Sources: the sheets of Megatron-LM, zero bubble and DualPipe.
+    rank (its weight gradients wait); ZB-V 2p half stages; DualPipe p + 1, DualPipeV 2p + 1 half
+    stages; Hanayo (v - 1)p + 1 + r chunks of 1/v. Never more than m.
+    Sources: the papers that `training_bubble` names.
     """
     interleaved = (2.0 * (pipeline - rank - 1) + (virtual - 1.0) * pipeline + 1.0) / virtual
     by_name = {
@@ -165,6 +166,8 @@ def chunks_in_flight(
         "zero-bubble": pipeline + 0.0,
         "zbv": pipeline + 0.0,
         "dualpipe": pipeline + 1.0,
+        "dualpipe-v": pipeline + 0.5,
+        "hanayo": ((virtual - 1.0) * pipeline + 1.0 + rank) / virtual,
     }
     held = np.choose(schedule, [np.broadcast_to(by_name[name], rank.shape) for name in SCHEDULES])
     return np.minimum(held, num_micro)

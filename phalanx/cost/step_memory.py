@@ -39,6 +39,7 @@ from phalanx.models.config import DTYPE_BYTES, DecoderConfig
 from phalanx.models.spec import TensorSpec, canonical_tensors, lora_tensors
 from phalanx.policy import Rule, Spec
 
+_OFTEN = ("always", "round")
 LOGIT_CHUNK_BYTES = 1 << 27  # ops.loss holds at most so many bytes of logits
 
 
@@ -74,10 +75,11 @@ class Unit:
 
     @property
     def reduces_always(self) -> bool:
-        """Whether its gradients are scattered after every micro-batch, not only the last."""
+        """Whether its gradients are scattered before the last micro-batch too: after every one, or
+        every round of a pipeline."""
         rule = self.rule or self.update
         exchanges = rule.exchanges if rule is not None else ()
-        return any(each.of == "grads" and each.when == "always" for each in exchanges)
+        return any(each.of == "grads" and each.when in _OFTEN for each in exchanges)
 
     @property
     def is_kept(self) -> bool:

@@ -9,6 +9,10 @@ Idle time over the work of one micro-batch on a stage, t_f + t_b + t_w (`bubble_
     zero-bubble     (p - 1) / 3         [Z] ZB-H1, (p - 1)(t_f + t_b - t_w), t_f = t_b = t_w
     zbv             0                   [Z] ZB-V, the same assumption
     dualpipe        (p / 2 - 1) 2 / 3   [D] (p / 2 - 1)(F&B + B - 3 W), F&B = 3, B = 2, W = 1
+    dualpipe-v      (p - 1) / 6         (p - 1) forward passes of a chunk: its list, one pass after
+                                        the other; what runs at the same time is not credited
+    hanayo          2 (p - 1) / (3 W)   [H] W = v / 2 waves, (p - 1) t_b / W for m = p; any further
+                                        p micro-batches add 2p - 3 forward passes of a chunk
 Divided by m that is idle over ideal time, for 1f1b `training_formulas.bubble_frac`.
 
 Sources
@@ -16,6 +20,7 @@ Sources
     [Z] Qi et al.: Zero Bubble Pipeline Parallelism, ICLR'24, arXiv 2401.10241; section 2 and
         table 1; ZB-V: arXiv 2405.15362.
     [D] DeepSeek-V3 technical report, arXiv 2412.19437, table 2.
+    [H] Liu et al.: Hanayo, SC'23, arXiv 2308.15762, figure 2; beyond m = p ours.
 """
 
 from __future__ import annotations
@@ -26,14 +31,20 @@ import numpy as np
 
 from phalanx.cost.training_plans import SCHEDULES
 
-_GPIPE, _ONE_F_ONE_B, _INTERLEAVED, _ZERO_BUBBLE, _ZBV, _DUALPIPE = range(len(SCHEDULES))
+_INTERLEAVED, _ZERO_BUBBLE, _ZBV, _DUALPIPE, _DUALPIPE_V, _HANAYO = map(
+    SCHEDULES.index,
+    ("interleaved", "zero-bubble", "zbv", "dualpipe", "dualpipe-v", "hanayo"),
+)
 
 
-def bubble_micro_batches(schedule: Any, pipeline: Any, virtual: Any = 1) -> np.ndarray:
+def bubble_micro_batches(
+    schedule: Any, pipeline: Any, virtual: Any = 1, num_micro: Any = 0
+) -> np.ndarray:
     """Idle time of a rank in units of a micro-batch's work on it; arrays broadcast.
 
     Args:
         schedule: index into `training_plans.SCHEDULES`.
+        num_micro: micro-batches of a step; only hanayo's idle time depends on them.
     """
     p = np.asarray(pipeline, dtype=float)
     schedule = np.asarray(schedule)
@@ -41,6 +52,11 @@ def bubble_micro_batches(schedule: Any, pipeline: Any, virtual: Any = 1) -> np.n
     idle = (p - 1) / chunks
     idle = np.where(schedule == _ZERO_BUBBLE, (p - 1) / 3, idle)
     idle = np.where(schedule == _ZBV, 0.0, idle)
+    idle = np.where(schedule == _DUALPIPE_V, (p - 1) / 6, idle)
+    waves = np.maximum(np.asarray(virtual, dtype=float) / 2, 1.0)
+    further = np.maximum(np.asarray(num_micro, dtype=float) / p - 1, 0.0)
+    in_waves = (2 * (p - 1) / 3 + further * np.maximum(2 * p - 3, 0.0) / 6) / waves
+    idle = np.where(schedule == _HANAYO, in_waves, idle)
     return np.where(schedule == _DUALPIPE, np.maximum(p / 2 - 1, 0.0) * 2 / 3, idle)
 
 

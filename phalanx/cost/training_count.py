@@ -65,7 +65,9 @@ def count_step(shape: ModelShape, plans: TrainingPlans, domain: int) -> StepWork
         "tensor_calls": 2 * tensor_blocks(shape, plans),
         "virtual": plans.virtual,
         "domains": plans.devices / domain,
-        "bubble": bubble_micro_batches(plans.schedule, plans.pipeline, plans.virtual),
+        "bubble": bubble_micro_batches(
+            plans.schedule, plans.pipeline, plans.virtual, plans.num_micro
+        ),
         "zero": plans.zero,
         "keeps_gathered": plans.keeps_gathered,
         "recompute": plans.recompute,

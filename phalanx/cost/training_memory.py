@@ -159,8 +159,8 @@ def _stages(shape: ModelShape, columns: Mapping[str, Column], profile: MemoryPro
 
 def _chunks(columns: Mapping[str, Column]) -> Column:
     """Separate chunks of layers on a rank."""
-    is_interleaved = columns["schedule"] == SCHEDULES.index("interleaved")
-    return np.where(is_interleaved, columns["virtual"], 1)
+    has_chunks = [SCHEDULES.index(name) for name in ("interleaved", "hanayo")]
+    return np.where(np.isin(columns["schedule"], has_chunks), columns["virtual"], 1)
 
 
 def _kept_by_kind(

@@ -9,7 +9,10 @@ from typing import Any
 import numpy as np
 
 RECOMPUTE = ("none", "selective", "full")
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble", "zbv", "dualpipe")
+SCHEDULES = (
+    *("gpipe", "1f1b", "interleaved", "zero-bubble", "zbv", "dualpipe"),
+    *("dualpipe-v", "hanayo"),
+)
 CONTEXT_KINDS = ("all-gather", "ring", "ulysses")
 
 Column = np.ndarray  # [N], or 0-dimensional where all plans agree
@@ -29,7 +32,7 @@ class TrainingPlans:
             says; 1: none do. data * context / shard replicas hold the same.
         zero: what is sharded: 0 nothing, 1 moments, 2 and gradients, 3 and weights (FSDP).
         keeps_gathered: with zero 3, weights stay gathered from the forward to the backward pass.
-        virtual: model chunks of a pipeline rank.
+        virtual: model chunks of a pipeline rank; of hanayo two for each wave.
         schedule: index into `SCHEDULES`.
         context_kind: index into `CONTEXT_KINDS`.
         expert_tensor: tensor degree inside an expert.

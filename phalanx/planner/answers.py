@@ -254,6 +254,7 @@ class Answer:
         if not sized.missing:
             layout = sized.layout(self.training)
             table |= {"mesh": layout.mesh.to_dict(), "specs": layout.tables()}
+            table |= {"order": dict(layout.schedule or {})}
             table |= {"row_tokens": sized.row_limit, "recompute": sized.recompute}
         return table
 

@@ -38,7 +38,9 @@ NO_CHUNK = "give chunks of a pipeline unequal numbers of layers"
 NO_HOST = "move more moments to the host than it has memory for"
 NO_FOLD = "fold a pipeline of an odd number of ranks"
 
-_GPIPE, _1F1B, _INTERLEAVED, _ZERO_BUBBLE, _ZBV, _DUALPIPE = range(len(SCHEDULES))
+_GPIPE, _INTERLEAVED, _DUALPIPE, _DUALPIPE_V = map(
+    SCHEDULES.index, ("gpipe", "interleaved", "dualpipe", "dualpipe-v")
+)
 _ULYSSES = CONTEXT_KINDS.index("ulysses")
 
 
@@ -156,7 +158,7 @@ def stage_rules(sizes: Sizes, table: Table) -> Mapping[str, np.ndarray]:
 def round_rules(table: Table) -> Mapping[str, np.ndarray]:
     """Of a schedule on its micro-batches: all forwards first works with any number of them."""
     pipeline, schedule = table["pipeline"], table["schedule"]
-    times = np.where(schedule == _DUALPIPE, 2, 1)
+    times = np.where(np.isin(schedule, (_DUALPIPE, _DUALPIPE_V)), 2, 1)
     return {
         NO_ROUND: (pipeline > 1) & (schedule != _GPIPE) & (table["num_micro"] < times * pipeline)
     }

@@ -49,6 +49,7 @@ def lockfile(priced: PricedJob, chosen: Answer) -> Plan:
         pool="all",
         mesh=layout.mesh.to_dict(),
         specs=layout.tables(),
+        order=layout.schedule or {},
         batch={"row_tokens": best.sized.row_limit},
         dtypes={
             "compute": priced.job.model.dtype,
@@ -102,16 +103,23 @@ def layout_keys(plan: Plan, job: Job) -> dict[str, Any]:
         called = machine_called(str(here["machine"]).split(",")[0])
         here |= {"machine": called.name} if called is not None else {}
     plan.require_here(here, job.result_key)
-    specs = [{k: v for k, v in spec.items() if k != "family"} for spec in role.specs]
-    families = [spec["family"] for spec in role.specs]
     keys: dict[str, Any] = {
         "plan.mesh": dict(role.mesh),
-        "plan.data": [spec for spec, family in zip(specs, families) if family == "data"],
+        "plan.data": _options(role, "data"),
         "plan.recompute": role.recompute,
         "plan.row_tokens": role.batch["row_tokens"],
     }
-    tensor = [spec for spec, family in zip(specs, families) if family == "tensor"]
-    return keys | ({"plan.tensor": tensor[0]} if tensor else {})
+    tensor, context = _options(role, "tensor"), _options(role, "context")
+    keys |= {"plan.tensor": tensor[0]} if tensor else {}
+    keys |= {"plan.context": context[0]} if context else {}
+    order = {name: value for name, value in role.order.items() if name != "family"}
+    return keys | ({"plan.pipeline": order} if order else {})
+
+
+def _options(role: RoleProgram, family: str) -> list[dict[str, Any]]:
+    """The specs of a family as keys of `[plan]` give them."""
+    found = [dict(spec) for spec in role.specs if spec["family"] == family]
+    return [{name: value for name, value in spec.items() if name != "family"} for spec in found]
 
 
 def foreign_files(

@@ -41,7 +41,7 @@ _PATIENCE_S = 1.5
 
 def is_simulated(job: Job) -> bool:
     """Whether the job is one to play step by step rather than to search: a toy, or a schedule."""
-    axes = set(job.plan.mesh) - {"replicate", "shard", "tp"}
+    axes = set(job.plan.mesh) - {"replicate", "shard", "pp", "cp", "tp"}
     named = {"plan.pipeline", "plan.context", "plan.costs"} & set(job.origin)
     return job.model.name in _SIMULATED_ONLY or bool(axes or named or job.train.item_tokens)
 

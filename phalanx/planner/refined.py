@@ -25,10 +25,12 @@ from phalanx.cost.training_plans import RECOMPUTE, SCHEDULES, TrainingPlans
 from phalanx.cost.training_step import StepTimes, training_step
 from phalanx.errors import JobError
 from phalanx.hardware import Machine
+from phalanx.planner.runnable import order_table
+from phalanx.policy import Order
 from phalanx.registry import build
 from phalanx.worlds.pipeline_arrays import Played, Wired, play, wire
 
-PLAYED = ("gpipe", "1f1b", "interleaved")  # schedules that have an order
+PLAYED = tuple(name for name in SCHEDULES if order_table(name, 2))  # schedules that have an order
 _OF_LAYERS = ("compute", "recompute", "tensor", "expert", "context", "overhead")
 _EXCHANGES = ("tensor", "expert", "context", "overhead")
 _FORWARD_SHARE = {"pretrain": 1 / 3, "full": 1 / 3, "lora": 0.47}
@@ -74,11 +76,21 @@ def refine(shape: ModelShape, plans: TrainingPlans, times: StepTimes) -> Refined
 
 @dataclass(frozen=True)
 class _Stages:
-    """Seconds of one micro-batch [stages, 1, 1], and of a message."""
+    """Seconds of one micro-batch [stages, 1, 1], and of a message; weight gradients are a part of
+    the backward passes."""
 
     forward_s: np.ndarray
     backward_s: np.ndarray
+    weight_s: np.ndarray
     message_s: float
+
+    def play(self, wired: Wired, weight: Any = 1.0, message_s: float | None = None) -> Played:
+        """The schedule with these, times a weight that broadcasts to [stages, items, replicas]."""
+        forward_s, backward_s, weight_s = (
+            each * weight for each in (self.forward_s, self.backward_s, self.weight_s)
+        )
+        took_s = self.message_s if message_s is None else message_s
+        return play(wired, forward_s, backward_s, took_s, weight_s, backward_s - weight_s)
 
 
 def _stages(
@@ -86,8 +98,9 @@ def _stages(
 ) -> _Stages:
     pipeline, chunks = int(row["pipeline"]), _chunks(row)
     layers = chunk_layers(shape.num_layers, pipeline * chunks)
-    of_rank = layers.reshape(chunks, pipeline).sum(axis=0)
-    counted = of_rank[-1] if parts["head"] > 0 else of_rank.max()
+    holder = _order(SCHEDULES[row["schedule"]], chunks).rank_of_stage(pipeline)
+    of_rank = np.bincount(holder, weights=layers)
+    counted = of_rank[holder[-1]] if parts["head"] > 0 else of_rank.max()
     each = {name: parts[name] / row["num_micro"] / counted for name in _OF_LAYERS}
     is_full = row["recompute"] == RECOMPUTE.index("full")
     share = _FORWARD_SHARE[plans.method]
@@ -101,10 +114,14 @@ def _stages(
         head_s = each["compute"] * shape.head_flops_per_token * row["counted_frac"] / per_layer
     forward[-1] += share * head_s
     backward[-1] += (1 - share) * head_s
-    idle = bubble_micro_batches(row["schedule"], pipeline, row["virtual"])
+    trains_all = plans.method != "lora"
+    weight = layers * each["compute"] / 3 * trains_all
+    weight[-1] += head_s / 3 * trains_all
+    idle = bubble_micro_batches(row["schedule"], pipeline, row["virtual"], row["num_micro"])
     messages = 2 * row["virtual"] * (row["num_micro"] + idle)
     message_s = parts["pipeline"] / float(messages)
-    return _Stages(forward[:, None, None], backward[:, None, None], message_s)
+    passes = (column[:, None, None] for column in (forward, backward, weight))
+    return _Stages(*passes, message_s)
 
 
 def chunk_layers(num_layers: int, chunks: int) -> np.ndarray:
@@ -119,13 +136,22 @@ def chunk_layers(num_layers: int, chunks: int) -> np.ndarray:
 
 def _chunks(row: dict[str, Any]) -> int:
     """Model chunks of a rank."""
-    return int(row["virtual"]) if SCHEDULES[row["schedule"]] == "interleaved" else 1
+    schedule = SCHEDULES[row["schedule"]]
+    if schedule in ("interleaved", "hanayo"):
+        return int(row["virtual"])
+    return 2 if schedule in ("zbv", "dualpipe-v") else 1
+
+
+def _order(schedule: str, chunks: int) -> Order:
+    table = order_table(schedule, chunks)
+    assert table is not None
+    order: Order = build("pipeline", {k: v for k, v in table.items() if k != "family"})
+    return order
 
 
 @lru_cache(maxsize=64)
-def _wired(schedule: str, pipeline: int, virtual: int, num_micro: int) -> Wired:
-    options = {"virtual": virtual} if schedule == "interleaved" else {}
-    return wire(build("pipeline", {"name": schedule, **options}).order(pipeline, num_micro))
+def _wired(schedule: str, pipeline: int, chunks: int, num_micro: int) -> Wired:
+    return wire(_order(schedule, chunks).order(pipeline, num_micro))
 
 
 def _waits_of(row: dict[str, Any], stages: _Stages) -> float:
@@ -141,7 +167,7 @@ def _waits_of(row: dict[str, Any], stages: _Stages) -> float:
 def _played_waits(row: dict[str, Any], stages: _Stages, num_micro: int) -> float:
     name = SCHEDULES[row["schedule"]]
     wired = _wired(name, int(row["pipeline"]), _chunks(row), num_micro)
-    played = play(wired, stages.forward_s, stages.backward_s, stages.message_s)
+    played = stages.play(wired)
     return float(played.step_s[0] - played.busy_s.max())
 
 
@@ -200,7 +226,7 @@ def play_documents(
     weight_1MD = weight_DM.T[None]
     wired = _wired(schedule, int(row["pipeline"]), _chunks(row), int(row["num_micro"]))
     message_s = stages.message_s * mean_tokens / row_tokens
-    played = play(wired, stages.forward_s * weight_1MD, stages.backward_s * weight_1MD, message_s)
+    played = stages.play(wired, weight_1MD, message_s)
     after_s = parts["data"] + parts["optimizer"]
     work_D = weight_DM.sum(axis=1)
     return DocumentStep(

@@ -9,9 +9,34 @@ from typing import Any
 
 import numpy as np
 
+from phalanx.cost.training_plans import CONTEXT_KINDS, SCHEDULES
 from phalanx.mesh import Mesh
 from phalanx.policy import Spec
 from phalanx.registry import build
+
+_CONTEXT_POLICIES = {"all-gather": "all_gather", "ring": "ring", "ulysses": "ulysses"}
+_ORDERS = {
+    "gpipe": "gpipe",
+    "1f1b": "1f1b",
+    "interleaved": "interleaved",
+    "zero-bubble": "zero_bubble",
+    "zbv": "zbv",
+    "dualpipe-v": "dualpipe_v",
+    "hanayo": "hanayo",
+}
+
+
+def order_table(schedule: str, virtual: int) -> dict[str, Any] | None:
+    """The order of a schedule as a plan writes it; None for one that no policy lists.
+
+    Args:
+        virtual: model chunks of a rank.
+    """
+    name = _ORDERS.get(schedule)
+    if name is None:
+        return None
+    options = {"interleaved": {"virtual": virtual}, "hanayo": {"waves": virtual // 2}}
+    return {"family": "pipeline", "name": name} | options.get(schedule, {})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,19 +44,27 @@ class Layout:
     """How a training role lies on the devices of a cluster.
 
     Attributes:
-        replicate, shard, tensor: sizes of the axes, outermost first.
+        replicate, shard, pipeline, context, tensor: sizes of the axes, outermost first. Ranks that
+            share rows shard with those of "shard".
+        zero: what is sharded, as `TrainingPlans` says.
         keeps_gathered: sharded weights stay gathered from the forward to the backward pass.
         splits_tokens: tokens between blocks are split over the tensor axis as well.
         reduces_always: gradients are scattered after every micro-batch, not kept until the last.
+        schedule: the order as a table, None without a pipeline.
+        exchange: the context policy.
     """
 
     replicate: int = 1
     shard: int = 1
+    pipeline: int = 1
+    context: int = 1
     tensor: int = 1
-    is_sharded: bool = False
+    zero: int = 0
     keeps_gathered: bool = False
     splits_tokens: bool = False
     reduces_always: bool = False
+    schedule: Mapping[str, Any] | None = None
+    exchange: str = ""
 
     @property
     def num_data_ranks(self) -> int:
@@ -41,24 +74,34 @@ class Layout:
     @property
     def mesh(self) -> Mesh:
         """Axes that some policy uses, outermost first."""
-        sizes = {"replicate": self.replicate, "shard": self.shard, "tp": self.tensor}
-        used = {"replicate": self.replicate > 1 or not self.is_sharded, "shard": self.is_sharded}
+        sizes = {
+            "replicate": self.replicate,
+            "shard": self.shard,
+            "pp": self.pipeline,
+            "cp": self.context,
+            "tp": self.tensor,
+        }
+        used = {"replicate": self.replicate > 1 or not self.zero, "shard": self.zero > 0}
         return Mesh({name: n for name, n in sizes.items() if used.get(name, n > 1)})
 
     def tables(self) -> list[dict[str, Any]]:
         """The specs as a plan writes them."""
         tables: list[dict[str, Any]] = []
-        if self.is_sharded:
+        if self.zero == 3:
             fsdp = {"reshard_after_forward": not self.keeps_gathered}
             fsdp |= {"reduce_every_item": True} if self.reduces_always else {}
             tables.append({"family": "data", "name": "fsdp"} | fsdp)
-        if self.replicate > 1 or not self.is_sharded:
+        elif self.zero:
+            tables.append({"family": "data", "name": "zero", "stage": self.zero})
+        if self.replicate > 1 or not self.zero:
             tables.append({"family": "data", "name": "replicate"})
         if self.tensor > 1:
             options = {"sequence_parallel": True, "gather_twice": False}
             tables.append(
                 {"family": "tensor", "name": "megatron"} | (options if self.splits_tokens else {})
             )
+        if self.context > 1:
+            tables.append({"family": "context", "name": self.exchange})
         return tables
 
     @cached_property
@@ -71,7 +114,7 @@ class Layout:
 
 
 def obstacles(
-    columns: Mapping[str, np.ndarray], *, casts: bool, has_experts: bool
+    columns: Mapping[str, np.ndarray], *, casts: bool, has_experts: bool, most_stages: int
 ) -> dict[str, np.ndarray]:
     """What `phalanx train` does not do yet -> which plans ask for it.
 
@@ -79,30 +122,43 @@ def obstacles(
         columns: of `TrainingPlans`.
         casts: what is trained is kept in another dtype than computes, so something has to shard.
         has_experts: the model is a mixture; its experts are cut like other widths.
+        most_stages: that its layers can be cut into.
     """
     zero, ranks = columns["zero"], columns["data"] * columns["context"]
+    is_staged, context = columns["pipeline"] > 1, columns["context"]
     cut = columns["expert_tensor"] != columns["tensor"]
+    listed = [at for at, name in enumerate(SCHEDULES) if name in _ORDERS]
     return {
-        "pipeline": columns["pipeline"] > 1,
-        "context parallelism": columns["context"] > 1,
+        "this schedule": is_staged & ~np.isin(columns["schedule"], listed),
+        "so many stages": is_staged & (columns["pipeline"] * columns["virtual"] > most_stages),
         "expert parallelism": columns["expert"] > 1,
         "whole experts on tensor ranks": cut if has_experts else np.zeros(cut.shape, dtype=bool),
-        "ZeRO 1 or 2": (zero == 1) | (zero == 2),
         "float32 weights on replicas": (zero == 0) & (ranks > 1) & casts,
+        "shards of fewer ranks than share a row": (zero > 0) & (columns["shard"] % context != 0),
         "offload": columns["offload"] > 0,
     }
 
 
 def layout_of(row: Mapping[str, float], *, casts: bool, trains_all: bool) -> Layout:
     """The layout of a plan without obstacles."""
-    shard = int(row["shard"])
-    is_sharded = row["zero"] == 3 or casts
+    at = {name: int(row[name]) for name in ("data", "context", "pipeline", "shard", "zero")}
+    zero = at["zero"]
+    if not zero and casts:  # one rank of its kind: what casts its weights cuts nothing
+        zero = 1 if at["pipeline"] > 1 else 3
+    shard = max(1, at["shard"] // at["context"])
+    schedule = order_table(SCHEDULES[int(row["schedule"])], int(row["virtual"]))
     return Layout(
-        replicate=int(row["data"]) // shard,
+        replicate=at["data"] // shard,
         shard=shard,
+        pipeline=at["pipeline"],
+        context=at["context"],
         tensor=int(row["tensor"]),
-        is_sharded=is_sharded,
+        zero=zero,
         keeps_gathered=bool(row["keeps_gathered"]),
         splits_tokens=bool(row["sequence_parallel"]),
-        reduces_always=trains_all and shard > 1 and row["num_micro"] > 1,
+        reduces_always=trains_all and zero == 3 and at["shard"] > 1 and row["num_micro"] > 1,
+        schedule=schedule if at["pipeline"] > 1 else None,
+        exchange=_CONTEXT_POLICIES[CONTEXT_KINDS[int(row["context_kind"])]]
+        if at["context"] > 1
+        else "",
     )

@@ -13,6 +13,7 @@ from phalanx.cost.training_memory import MemoryTerms, training_memory
 from phalanx.cost.training_plans import COLUMNS, RECOMPUTE, TrainingPlans
 from phalanx.cost.training_step import training_step
 from phalanx.hardware import Cluster
+from phalanx.layout.stage_split import legal_cuts
 from phalanx.planner.answers import SizedPlan
 from phalanx.planner.columns import Options, Table
 from phalanx.planner.legality import NO_HOST, sizes_of
@@ -78,7 +79,9 @@ class SizedPlans:
 
 def _obstacles(training: Training, columns: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     has_experts = any(layer.feed_forward.num_experts for layer in training.shape.layers)
-    found = obstacles(columns, casts=training.casts, has_experts=has_experts)
+    found = obstacles(
+        columns, casts=training.casts, has_experts=has_experts, most_stages=_most_stages(training)
+    )
     everywhere = np.ones(len(columns["tensor"]), dtype=bool)
     for reason, is_so in (
         ("this architecture", training.config is None),
@@ -88,6 +91,15 @@ def _obstacles(training: Training, columns: Mapping[str, np.ndarray]) -> dict[st
         if is_so:
             found[reason] = everywhere
     return found
+
+
+def _most_stages(training: Training) -> int:
+    """That the layers can be cut into (`layout.stage_split`)."""
+    if training.config is None:
+        return 1
+    config, trains_all = training.config, training.lora is None
+    is_bare = trains_all and config.per_layer_embedding is None  # embedding or head may stand alone
+    return len(legal_cuts(config)) - 1 + 2 * is_bare
 
 
 def sized_plans(training: Training, cluster: Cluster, limit_bytes: float = 0.0) -> SizedPlans:

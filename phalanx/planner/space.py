@@ -31,6 +31,7 @@ from phalanx.planner.legality import (
 
 _MOST_STAGES = 512
 _VIRTUAL = (2, 3, 4, 6, 8, 12)
+_IN_WAVES = (2, 4, 8)  # chunks of a rank: one, two and four waves
 _STATES = {"zero": (0, 1, 2, 3, 3), "keeps_gathered": (0, 0, 0, 0, 1)}
 
 
@@ -47,7 +48,7 @@ def list_layouts(
     Args:
         trains_all: all weights are trained, so gradients and moments weigh as much as they.
         illegal: reason -> layouts, added to.
-        mesh: sizes of "replicate", "shard" and "tp" to keep to.
+        mesh: sizes of "replicate", "shard", "pp", "cp" and "tp" to keep to.
     """
     table = _axes(num_devices)
     if mesh:
@@ -57,7 +58,11 @@ def list_layouts(
     table = _split_rows(table, sizes, illegal)
     table = _spread_experts(table, sizes, illegal)
     table = _stages(table, sizes, illegal)
-    near = mesh.get("shard", 1) if mesh else np.maximum(1, sizes.domain // table["tensor"])
+    near = (
+        mesh.get("shard", 1) * mesh.get("cp", 1)
+        if mesh
+        else np.maximum(1, sizes.domain // table["tensor"])
+    )
     table = _states(table.joined(near=near + 0 * table["tensor"]), trains_all=trains_all)
     return table.keep(_states_like(table, mesh)) if mesh else table
 
@@ -108,13 +113,18 @@ def _like(table: Table, mesh: Mapping[str, int]) -> np.ndarray:
     """Plans of a mesh that the job names."""
     ranks = mesh.get("replicate", 1) * mesh.get("shard", 1)
     same = (table["tensor"] == mesh.get("tp", 1)) & (table["data"] == ranks)
-    return same & (table["pipeline"] == 1) & (table["context"] == 1)
+    same &= table["pipeline"] == mesh.get("pp", 1)
+    return same & (table["context"] == mesh.get("cp", 1))
 
 
 def _states_like(table: Table, mesh: Mapping[str, int]) -> np.ndarray:
-    """The same once states are laid out: what an axis "shard" holds, it shards."""
+    """The same once states are laid out: what an axis "shard" holds, it shards, with the ranks that
+    share its rows; weights too, unless a pipeline stands beside it."""
     shard = mesh.get("shard", 1)
-    return (table["shard"] == shard) & ((shard == 1) | (table["zero"] == 3))
+    if shard == 1:
+        return (table["zero"] == 0) | (table["shard"] == table["context"])
+    weights = (table["zero"] == 3) | (table["pipeline"] > 1)
+    return weights & (table["shard"] == shard * table["context"])
 
 
 def _split_tokens(table: Table, sizes: Sizes, illegal: Counter[str]) -> Table:
@@ -163,7 +173,8 @@ def _states(table: Table, *, trains_all: bool) -> Table:
 
 
 def _stages(table: Table, sizes: Sizes, illegal: Counter[str]) -> Table:
-    chunks = {"interleaved": _VIRTUAL, "zbv": (2,), "dualpipe": (2,)}
+    folded = dict.fromkeys(("zbv", "dualpipe", "dualpipe-v"), (2,))
+    chunks = {"interleaved": _VIRTUAL, "hanayo": _IN_WAVES} | folded
     pairs = [(at, n) for at, name in enumerate(SCHEDULES) for n in chunks.get(name, (1,))]
     options = {"schedule": [at for at, _ in pairs], "virtual": [n for _, n in pairs]}
     table = table.cross(options)

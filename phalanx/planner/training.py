@@ -16,7 +16,7 @@ from phalanx.models.spec import LoraSpec
 from phalanx.planner.profile import DataProfile
 from phalanx.planner.rows import DealtRows, FixedRows, Rows
 
-_AXES = ("replicate", "shard", "tp")
+_AXES = ("replicate", "shard", "pp", "cp", "tp")
 
 
 @dataclass(frozen=True)

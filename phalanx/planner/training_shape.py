@@ -163,6 +163,7 @@ def training_shape(job: Job, config: DecoderConfig, num_ranks: int) -> TrainingS
             where, rule = f"plan.{spec.family}", f"needs an axis {spec.axis!r} in plan.mesh"
             raise PlanError("plan/illegal", where, spec.policy_name, rule, legal=mesh.names)
     _require_used(mesh, specs)
+    _require_trained(job, specs)
     shape = TrainingShape(mesh, tables, specs)
     if (degree := mesh.degree(PIPELINE_AXIS)) > 1:
         _require_whole_weights(mesh, specs)
@@ -208,6 +209,18 @@ def _require_used(mesh: Mesh, specs: Sequence[Spec]) -> None:
                 "plan.context names; others are simulated"
             )
             raise PlanError("plan/illegal", f"plan.mesh.{axis}", mesh.degree(axis), rule, legal=[1])
+
+
+def _require_trained(job: Job, specs: Sequence[Spec]) -> None:
+    """Refuse to cut the update of weights that are not updated."""
+    for spec in specs:
+        cuts = spec.family == "data" and spec.rules()[-1].placement == "update"
+        if cuts and job.train.method == "lora":
+            rule = (
+                "cuts gradients and moments of whole weights, of which adapters have next to none"
+            )
+            legal = ["replicate", "fsdp"]
+            raise PlanError("plan/illegal", "plan.data", spec.policy_name, rule, legal=legal)
 
 
 def _require_whole_weights(mesh: Mesh, specs: Sequence[Spec]) -> None:

@@ -66,7 +66,7 @@ def test_chunks_in_flight_of_schedules():
     stage."""
     expected = {
         "gpipe": (12, 12), "1f1b": (4, 1), "interleaved": (5.5, 2.5), "zero-bubble": (4, 4),
-        "zbv": (4, 4), "dualpipe": (5, 5),
+        "zbv": (4, 4), "dualpipe": (5, 5), "dualpipe-v": (4.5, 4.5), "hanayo": (2.5, 4),
     }  # fmt: skip
     for name, held in expected.items():
         found = [

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from phalanx.cost.training_bubble import bubble_micro_batches
 from phalanx.cost.training_plans import SCHEDULES, TrainingPlans
 from phalanx.cost.training_step import StepTimes, training_step
 from phalanx.errors import JobError
@@ -33,15 +36,21 @@ def with_parts(count: int, **parts: float) -> StepTimes:
     return StepTimes(table, total, total, total, None, "test")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("schedule", "virtual"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 2)])
+@pytest.mark.parametrize(
+    ("schedule", "virtual"),
+    [
+        *(("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zero-bubble", 1), ("dualpipe-v", 2)),
+        *(("hanayo", 2), ("hanayo", 4)),
+    ],
+)
 def test_equal_stages_without_messages_idle_as_the_formula_says(schedule, virtual):
-    """32 layers on 4 ranks, 8 micro-batches, a negligible head: (p - 1) / (m v) of the work."""
-    from dataclasses import replace
-
+    """32 layers on 4 ranks, 8 micro-batches, a negligible head: (p - 1) / (m v) of the work of
+    interleaved 1F1B, and so on (`cost.training_bubble`)."""
     shape = replace(SHAPE, vocab=1)
     table = plans(schedule=SCHEDULES.index(schedule), virtual=virtual)
     work_s = 8.0
-    idle_s = work_s * 3 / (8 * virtual)
+    idle = bubble_micro_batches(table.schedule, 4, virtual, 8)
+    idle_s = work_s / 8 * float(idle)
     found = refine(shape, table, with_parts(1, compute=work_s, bubble=idle_s, optimizer=1.0))
     assert found.is_played.all()
     assert found.waits_s[0] == pytest.approx(idle_s, rel=1e-4)
@@ -124,8 +133,8 @@ def test_documents_that_do_not_match_the_plan_are_an_error(documents):
 
 
 def test_a_schedule_without_an_order_cannot_play_documents():
-    table = plans(schedule=SCHEDULES.index("zbv"))
-    with pytest.raises(JobError, match="zbv"):
+    table = plans(schedule=SCHEDULES.index("dualpipe"))
+    with pytest.raises(JobError, match="dualpipe"):
         play_documents(SHAPE, table, MACHINE, [[[64]] * 8])
 
 

@@ -86,12 +86,13 @@ def test_plans_of_two_devices_by_hand():
     tensor = 2
     context = 3 * (1 + 4)
     rows = {1: 2, 2: 1}  # data ranks -> ways to fill micro-batches: one row, or two
-    # of two micro-batches: 1f1b, zero-bubble, zbv, interleaved by 2 and by 3 (of 4 layers, and 4
-    # with embedding and head); of one: all forwards first; dualpipe needs four
-    pipeline = 5 + 1  # nothing to shard on one data rank
+    # of two micro-batches: 1f1b, zero-bubble, zbv, a wave, interleaved by 2 and by 3 (of 4 layers,
+    # and 4 with embedding and head); of one: all forwards first; dualpipe and dualpipe-v need four
+    pipeline = 6 + 1  # nothing to shard on one data rank
     assert len(table) == 3 * (data * rows[2] + tensor * rows[1] + pipeline + context * rows[1])
     assert set(illegal) == {legality.NO_ROUND, legality.NO_LAYERS}
-    assert illegal[legality.NO_LAYERS] == 4  # virtual 4, 6, 8, 12 on two ranks: more than 6 stages
+    # virtual 4, 6, 8, 12, two and four waves on two ranks: more than 6 stages
+    assert illegal[legality.NO_LAYERS] == 6
 
 
 @pytest.mark.parametrize("name", preset_names())
@@ -190,7 +191,7 @@ def test_adapters_shard_weights_or_nothing():
 
 def test_a_mesh_that_the_job_names_is_kept_where_it_fits():
     assert fixed_mesh({"shard": 2}, 2) == {"shard": 2}
-    assert fixed_mesh({"shard": 2}, 4) is None and fixed_mesh({"pp": 2}, 2) is None
+    assert fixed_mesh({"shard": 2}, 4) is None and fixed_mesh({"ep": 2}, 2) is None
     assert fixed_mesh({}, 1) is None
     table, _ = found(8, mesh={"shard": 4, "tp": 2})
     assert {(s, t) for s, t in zip(table["shard"], table["tensor"])} == {(4, 2)}

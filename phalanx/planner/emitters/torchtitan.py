@@ -142,7 +142,9 @@ def _pipeline(writing: Writing, layers: int) -> dict[str, Any]:
     row, at = writing.row, "pipeline_parallel_"
     if row["pipeline"] == 1:
         return {}
-    name = _SCHEDULE_NAMES[SCHEDULES[row["schedule"]]]
+    schedule, rule = SCHEDULES[row["schedule"]], "torchtitan has no name for this schedule"
+    writing.require(schedule in _SCHEDULE_NAMES, "schedule", rule, list(_SCHEDULE_NAMES))
+    name = _SCHEDULE_NAMES[schedule]
     chunks = reader.SCHEDULES[name][1]
     table: dict[str, Any] = {
         f"{at}degree": row["pipeline"],

@@ -41,7 +41,7 @@ SCHEDULES = {
     "Interleaved1F1B": ("interleaved", 2),
     "InterleavedZeroBubble": ("zero-bubble", 2),
     "ZBVZeroBubble": ("zbv", 2),
-    "DualPipeV": ("dualpipe", 2),
+    "DualPipeV": ("dualpipe-v", 2),
 }
 _NOT_MODELLED = {
     "compile": "torch.compile changes the speed of operators; prices are for compiled models",

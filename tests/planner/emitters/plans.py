@@ -104,7 +104,7 @@ def training_plans(draw):
         precision=draw(st.sampled_from(["bf16", "bf16", "fp16", "fp8", "fp32", "fp4"])),
         master_dtype=draw(st.sampled_from(["float32", "float32", "bfloat16"])),
         method=method,
-        base_bits=draw(st.sampled_from([16, 4])) if method == "lora" else None,
+        base_bits=draw(st.sampled_from([None, 4])) if method == "lora" else None,
         **(adapters if method == "lora" else {}),
     )
 
