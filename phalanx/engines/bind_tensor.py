@@ -8,7 +8,8 @@ It reads rules, never names of policies:
 - "block": the module around products, entered by one exchange and left by one. Without exchanges
   before it, all ranks enter with the whole input and its gradient is summed once, however many
   column products read it; a gather before it and a scatter behind it split the tokens between
-  blocks (sequence parallelism);
+  blocks (sequence parallelism), where what was gathered is kept for the backward pass, or gathered
+  again there;
 - "partial": weights that every rank holds whole and whose gradients it has a part of; they are
   summed once a step, after data parallelism has reduced them (`BoundTensor.finish_step`).
 
@@ -25,7 +26,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from math import ceil, prod
 
 import torch
@@ -35,9 +35,10 @@ from torch import Tensor, nn
 from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from phalanx.engines.remade import remaking
 from phalanx.engines.tensor_products import CutProduct
 from phalanx.errors import PlanError
-from phalanx.ops.tensor_exchange import enter, gather_tokens, leave, scatter_tokens
+from phalanx.ops.tensor_exchange import enter, gather_tokens, gathered, leave, scatter_tokens
 from phalanx.ops.vocabulary import VocabularyPart
 from phalanx.policy import Rule, Spec
 
@@ -144,7 +145,7 @@ def bind_tensor(
         if rule is None or (done and path.startswith(done)):
             continue
         if rule.placement == "block":
-            each.register_forward_pre_hook(partial(_enter_block, bound))
+            each.forward = _Block(bound, each.forward, gathers_again=_gathers_again(rule))
         elif rule.placement == "partial":
             bound.partial += [(each, name) for name, _ in each.named_parameters("", False)]
         elif rule.placement == "vocab":
@@ -183,18 +184,35 @@ def _splits_tokens(spec: Spec, where: str) -> bool:
         if exchanges not in (_REDUCTIONS, _SPLIT_TOKENS):
             text = "a block is reduced after, or gathers before and scatters after"
             raise PlanError("plan/illegal", f"{where}: {rule.pattern}", sorted(exchanges), text)
-        if any(exchange.of == "inputs" for exchange in rule.exchanges):
-            text = "gathered inputs are kept, so nothing is gathered a second time"
-            value, legal = "exchange of inputs", ["gather_twice = false"]
-            raise PlanError("plan/illegal", f"{where}: {rule.pattern}", value, text, legal=legal)
         splits = exchanges == _SPLIT_TOKENS
     return splits
 
 
-def _enter_block(bound: BoundTensor, _module: nn.Module, args: tuple) -> tuple:
-    """The block's first argument is exchanged once, for all column products that read it."""
-    x, *others = args
-    return (bound.enter(x), *others)
+def _gathers_again(rule: Rule) -> bool:
+    """Whether the block's gathered input is not kept, but gathered again by the backward pass."""
+    return any(exchange.of == "inputs" for exchange in rule.exchanges)
+
+
+class _Block:
+    """The forward pass of a module around products.
+
+    Its first argument is exchanged once, for all column products that read it.
+    """
+
+    def __init__(
+        self, bound: BoundTensor, forward: Callable[..., Tensor], *, gathers_again: bool
+    ) -> None:
+        self._bound, self._forward, self._gathers_again = bound, forward, gathers_again
+
+    def __call__(self, x: Tensor, *others, **keywords) -> Tensor:
+        bound = self._bound
+        if not (self._gathers_again and bound.splits_tokens):
+            return self._forward(bound.enter(x), *others, **keywords)
+        with remaking() as remade:
+            whole = bound.enter(x)
+            if remade is not None:
+                remade.note(whole, gathered, x, bound.group)
+            return self._forward(whole, *others, **keywords)
 
 
 def _cut_product(

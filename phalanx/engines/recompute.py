@@ -19,23 +19,20 @@ Everything is repeated by the same code on the same inputs, and dropout is keyed
 gradients are the same bit by bit. Parameters are read from their modules again: sharded units have
 been gathered for their backward pass by then. Exchanges inside a layer (tensor parallelism) are
 repeated by `full`, on all ranks in the same order, and never by `selective`, which therefore keeps
-what a split of tokens has gathered.
+what a split of tokens has gathered, unless its rule gathers it again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
-from torch.distributed.tensor import DTensor
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
+from phalanx.engines.remade import remaking, repeated
 from phalanx.errors import PlanError, nearest_names
 from phalanx.models.decoder import Decoder
 from phalanx.models.decoder_layers import Attention, GatedActivation, RmsNorm
@@ -66,7 +63,12 @@ def _again(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """The whole forward pass; nothing draws from a random state, so none is put back."""
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+
+    def once(*args: Any, **kwargs: Any) -> Any:
+        with repeated():
+            return forward(*args, **kwargs)
+
+    return checkpoint(once, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 
 
 class _Remaking:
@@ -77,36 +79,22 @@ class _Remaking:
     """
 
     def __init__(self, layer: nn.Module) -> None:
-        self._forward, self._makers = layer.forward, None
+        self._forward, self._remade = layer.forward, None
         layer.forward = self._run
         for module in _cheap_modules(layer):
             module.register_forward_hook(self._note, with_kwargs=True)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
-        is_training = torch.is_grad_enabled()
-        self._makers: dict[StorageWeakRef, _Maker] | None = {} if is_training else None
-        try:
-            with saved_tensors_hooks(self._pack, _unpack) if is_training else nullcontext():
+        with remaking() as self._remade:
+            try:
                 return self._forward(*args, **kwargs)
-        finally:
-            self._makers = None
+            finally:
+                self._remade = None
 
     def _note(self, module: nn.Module, args: tuple, kwargs: dict, result: Tensor) -> None:
-        """A cheap module has made `result`; its storage stands for it while this layer runs."""
-        if self._makers is None or type(result) is not Tensor:
-            return
-        maker = _Maker(module.forward, _detached(args), _detached(kwargs), result._version)
-        self._makers[StorageWeakRef(result.untyped_storage())] = maker
-
-    def _pack(self, tensor: Tensor) -> Any:
-        """What to keep for a tensor that the backward pass wants."""
-        if isinstance(tensor, DTensor):
-            return tensor
-        maker = self._makers.get(StorageWeakRef(tensor.untyped_storage()))
-        if maker is None or maker.version != tensor._version:
-            return tensor
-        maker.num_left += 1
-        return _Kept(maker, tensor.size(), tensor.stride(), tensor.storage_offset())
+        """A cheap module has made `result`."""
+        if self._remade is not None and type(result) is Tensor:
+            self._remade.note(result, module.forward, *args, **kwargs)
 
 
 def _cheap_modules(layer: nn.Module) -> list[nn.Module]:
@@ -120,48 +108,3 @@ def _cheap_modules(layer: nn.Module) -> list[nn.Module]:
             elsewhere.update((module.k_norm, module.v_norm))
     cheap = (module for module in layer.modules() if isinstance(module, RmsNorm | GatedActivation))
     return [module for module in cheap if module not in elsewhere]
-
-
-class _Maker:
-    """How to make a result again; made once for all who want it, and forgotten after the last."""
-
-    def __init__(self, make: Callable[..., Tensor], args: tuple, kwargs: dict, version: int):
-        self.make, self.args, self.kwargs, self.version = make, args, kwargs, version
-        self.num_left = 0
-        self._result: Tensor | None = None
-
-    def result(self) -> Tensor:
-        """The same values in the same layout."""
-        result = self._result
-        if result is None:
-            with torch.no_grad():
-                result = self.make(*self.args, **self.kwargs)
-        self.num_left -= 1
-        self._result = result if self.num_left > 0 else None
-        return result
-
-
-class _Kept(NamedTuple):
-    """A view of a result that will be made again."""
-
-    maker: _Maker
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int
-
-
-def _unpack(kept: Any) -> Tensor:
-    if isinstance(kept, Tensor):
-        return kept
-    return kept.maker.result().as_strided(kept.size, kept.stride, kept.offset)
-
-
-def _detached(value: Any) -> Any:
-    """Arguments without what autograd knows of them."""
-    if isinstance(value, Tensor):
-        return value.detach()
-    if isinstance(value, tuple):
-        return tuple(_detached(each) for each in value)
-    if isinstance(value, dict):
-        return {name: _detached(each) for name, each in value.items()}
-    return value

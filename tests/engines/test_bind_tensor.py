@@ -143,14 +143,13 @@ TP, BOTH = {"tp": 2}, {"a": 2, "b": 2}
     [
         ([Megatron(axis="t")], TP, False, "the mesh has no such axis"),
         ([Megatron(axis="a"), Megatron(axis="b")], BOTH, False, "are split over one axis"),
-        ([Megatron(sequence_parallel=True)], TP, False, "gathered inputs are kept"),
         ([Odd()], TP, False, "is no placement of tensor parallelism"),
         ([Odd(gather_twice=False)], TP, False, "is reduced after, or gathers before"),
         ([Megatron()], TP, True, "only an nn.Linear without bias is cut"),
         ([replace(KEPT, vocabulary_parallel=False)], TP, False, "but not the vocabulary"),
         ([Megatron()], {"tp": 3}, False, "4 cannot be cut into 3 equal parts"),
     ],
-    ids=["axis", "two", "gather_twice", "placement", "exchanges", "bias", "vocabulary", "degree"],
+    ids=["axis", "two", "placement", "exchanges", "bias", "vocabulary", "degree"],
 )
 def test_what_cannot_be_split_is_refused(specs, mesh, bias, rule):
     assert rule in run_ranks(told, Mesh(mesh).size, specs, mesh, bias)[0]

@@ -37,6 +37,7 @@ THREES = small_config(
 )  # fmt: skip
 LORA = LoraSpec(rank=3, alpha=7.0)
 DROPPED = LoraSpec(rank=3, alpha=7.0, dropout=0.3)
+TWICE = MEGATRON | {"sequence_parallel": True}  # inputs of blocks are gathered again
 WHOLE_HEAD = MEGATRON | {"vocabulary_parallel": False}
 STEPS = 4
 FULL = Case(config=CONFIG, steps=STEPS)
@@ -67,6 +68,10 @@ CASES = {
     "tp 2, no data axis": replace(FULL, mesh={"tp": 2}, specs=(MEGATRON,)),
     "tp 2, whole vocabulary": replace(FULL, specs=(WHOLE_HEAD,)),
     "tp 2, tokens split": replace(FULL, specs=(SEQUENCE,)),
+    "tp 2, tokens split, gathered twice": replace(FULL, specs=(TWICE,)),
+    "tp 2, gathered twice, norms again": replace(FULL, recompute="selective", specs=(TWICE,)),
+    "tp 2, gathered twice, layers again": replace(FULL, recompute="full", specs=(TWICE,)),
+    "tp 2, gathered twice, dropout": replace(ADAPTED, lora=DROPPED, specs=(TWICE,)),
     "tp 2, adapters": ADAPTED,
     "tp 2, adapters, tokens split": replace(ADAPTED, specs=(SEQUENCE,)),
     "tp 2, dropout": replace(ADAPTED, lora=DROPPED),

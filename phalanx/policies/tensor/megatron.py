@@ -55,7 +55,8 @@ class Megatron(Spec):
     do not count in the loss travel less than priced (the loss exchanges counted rows only). With
     sequence parallelism and a whole vocabulary, embedding and head work on a rank's own tokens,
     which the trainer refuses. Tokens are padded to a multiple of t; overlap of exchange and product
-    is not modelled. Gathered inputs are kept natively: `gather_twice` must be off to run there.
+    is not modelled. Where whole layers are computed again (recompute = "full"), they gather again
+    anyway, and `gather_twice` adds nothing.
     """
 
     axis: str = "tp"
