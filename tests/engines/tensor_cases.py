@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from phalanx.data.batches import MicroBatch
 from phalanx.engines.optim import ShardedAdamW
 from phalanx.engines.process import Process
+from phalanx.engines.row_loss import DropoutKeys, row_loss
 from phalanx.engines.trainer_model import TrainModel, build_model
 from phalanx.job import Job, load_job
 from phalanx.mesh import Mesh
@@ -121,15 +122,6 @@ def num_counted(case: Case, step: int) -> int:
     return sum(len(row.counted_N) for row in rows_of(case, step))
 
 
-def hidden_of(
-    decoder: Decoder, row: MicroBatch, key: tuple[int, int] | None, device: str = "cpu"
-) -> Tensor:
-    arrays = (row.tokens_S, row.positions_S, row.global_tokens_S)
-    tokens_S, positions_S, places_S = (torch.from_numpy(array).to(device) for array in arrays)
-    dropout = None if key is None else DropoutKey(*key, places_S)
-    return decoder(tokens_S, positions_S, row.document_starts, dropout=dropout)
-
-
 def dropout_key(case: Case, step: int) -> tuple[int, int] | None:
     return (SEED, step) if case.lora and case.lora.dropout else None
 
@@ -218,10 +210,14 @@ def _place(tensor: Tensor) -> tuple:
 def bound_loss(
     model: TrainModel, case: Case, row: MicroBatch, step: int, device: str = "cpu"
 ) -> Tensor:
-    row = row.extended(model.row_multiple)
-    hidden_SD = hidden_of(model.decoder, row, dropout_key(case, step), device)
-    counted_N, targets_N = (torch.from_numpy(x).to(device) for x in (row.counted_N, row.targets_N))
-    return model.loss(hidden_SD, counted_N, targets_N, num_counted(case, step))
+    key = dropout_key(case, step)
+    return row_loss(
+        model,
+        row.extended(model.row_multiple),
+        num_counted(case, step),
+        torch.device(device),
+        None if key is None else DropoutKeys(*key),
+    )
 
 
 # ---- plain ---------------------------------------------------------------------------------------
@@ -262,8 +258,11 @@ def train_plain(case: Case) -> Outcome:
 
 
 def plain_loss(decoder: Decoder, case: Case, row: MicroBatch, step: int) -> Tensor:
-    hidden_SD = hidden_of(decoder, row, dropout_key(case, step))
-    counted_N, targets_N = (torch.from_numpy(x) for x in (row.counted_N, row.targets_N))
+    arrays = (row.tokens_S, row.positions_S, row.global_tokens_S, row.counted_N, row.targets_N)
+    tokens_S, positions_S, places_S, counted_N, targets_N = map(torch.from_numpy, arrays)
+    key = dropout_key(case, step)
+    dropout = None if key is None else DropoutKey(*key, places_S)
+    hidden_SD = decoder(tokens_S, positions_S, row.document_starts, dropout=dropout)
     return counted_cross_entropy(
         hidden_SD,
         decoder.head_weight,
