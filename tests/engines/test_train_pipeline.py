@@ -58,6 +58,15 @@ TWO_RANKS = {
         FULL, lora=DROPPED, recompute="full", stages=[[0, 1], [1, 3]], steps=3
     ),
     "norms again": replace(FULL, recompute="selective", steps=3),
+    "weights apart from inputs, adapters": replace(
+        FULL, order={"name": "zero_bubble"}, lora=DROPPED, stages=[[0, 1], [1, 3]], steps=2
+    ),
+    "weights apart from inputs, layers again": replace(
+        FULL, order={"name": "zero_bubble"}, recompute="full", steps=2
+    ),
+    "a V, both ends on one rank": replace(
+        FULL, order={"name": "zbv"}, stages=[[0, 1], [1, 2], [2, 3], [3, 3]], steps=2
+    ),
 }
 FOUR_RANKS = {
     "replicate 2 x pp 2": replace(
