@@ -9,6 +9,7 @@ with the data ranks.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import prod
@@ -145,6 +146,11 @@ class BoundData:
         if finish is not None:
             finish()
 
+    def grad_bytes(self) -> int:
+        """Bytes of the gradients that this rank keeps between micro-batches, shards of
+        `fully_shard` and what is just being sent left out."""
+        return sum(each.grad_bytes() for each in self._sums)
+
     @contextmanager
     def gathered(self) -> Iterator[None]:
         """Keep units gathered between forward passes, for many small ones without gradients."""
@@ -193,7 +199,8 @@ def bind_data(
     elif update is not None:
         cut = joint_mesh(mesh, [update.axis, *context])
         replicas = None if replicate is None else mesh.get_group(replicate.axis)
-        sums = [_unit_scatter(units, unit, cut, replicas, _dtype(master_dtype)) for unit in units]
+        master, under_way = _dtype(master_dtype), deque()
+        sums = [_unit_scatter(units, each, cut, replicas, master, under_way) for each in units]
     elif replicate is not None or context:
         axes = [] if replicate is None else [replicate.axis]
         group = joint_mesh(mesh, [*axes, *context]).get_group()
@@ -236,6 +243,7 @@ def _unit_scatter(
     mesh: DeviceMesh,
     replicas: dist.ProcessGroup | None,
     master: torch.dtype | None,
+    under_way: deque[UnitScatter],
 ) -> UnitGradients:
     return UnitScatter(
         lambda: claimed(units, unit),
@@ -244,6 +252,7 @@ def _unit_scatter(
         dtype=_dtype(unit.update.reduce_dtype),
         master=master,
         every_round=any(e.of == "grads" and e.when == "round" for e in unit.update.exchanges),
+        under_way=under_way,
     )
 
 

@@ -9,6 +9,7 @@ Legend: F ranks of the axis, C elements of a rank's padded shards of all paramet
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from math import ceil, prod
 
@@ -22,6 +23,8 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from phalanx.engines.joint_axes import side_by_side
 from phalanx.engines.unit_sum import UnitGradients, local_of, placed_as
+
+MOST_UNDER_WAY = 2
 
 
 class UnitScatter(UnitGradients):
@@ -37,6 +40,8 @@ class UnitScatter(UnitGradients):
             rows of the parameters themselves.
         every_round: reduce after each round of the step and keep a shard only, instead of whole
             gradients until the last.
+        under_way: units whose reduction has been started, common to all of a module; at most
+            `MOST_UNDER_WAY` wait at a time, as each keeps the whole gradients that it sends.
     """
 
     def __init__(
@@ -48,8 +53,10 @@ class UnitScatter(UnitGradients):
         dtype: torch.dtype | None,
         master: torch.dtype | None,
         every_round: bool,
+        under_way: deque[UnitScatter],
     ) -> None:
         super().__init__(parameters, dtype, every_round=every_round)
+        self._under_way = under_way
         self.shards: dict[Tensor, nn.Parameter] = {}
         self._mesh, self._group = mesh, mesh.get_group()
         self._replicas, self._master = replicas, master
@@ -66,8 +73,15 @@ class UnitScatter(UnitGradients):
     # ---- gradients -------------------------------------------------------------------------------
 
     def _start(self) -> None:
-        self._add_received()
+        if self in self._under_way:
+            self._add_received()
+        while len(self._under_way) >= MOST_UNDER_WAY:
+            self._under_way[0]._add_received()
         self._sent_FC = _packed([self.take_grad(each) for each in self.parameters], self._degree)
+        self._under_way.append(self)
+        if self._degree == 1:
+            self._received_C = self._sent_FC[0]
+            return
         self._received_C = self._sent_FC.new_empty(self._sent_FC.shape[1])
         self._work = dist.reduce_scatter_tensor(
             self._received_C, self._sent_FC.view(-1), group=self._group, async_op=True
@@ -87,11 +101,17 @@ class UnitScatter(UnitGradients):
             shard.grad = placed_as(shard, rows.to(shard.dtype))
 
     def _add_received(self) -> None:
-        if self._work is None:
+        if self not in self._under_way:
             return
-        self._work.wait()
+        self._under_way.remove(self)
+        if self._work is not None:
+            self._work.wait()
         self._sum = self._received_C if self._sum is None else self._sum.add_(self._received_C)
         self._work = self._sent_FC = self._received_C = None
+
+    def grad_bytes(self) -> int:
+        """Bytes of the sums that are kept between micro-batches, what is under way left out."""
+        return super().grad_bytes() + (0 if self._sum is None else self._sum.nbytes)
 
     # ---- weights ---------------------------------------------------------------------------------
 
@@ -100,6 +120,9 @@ class UnitScatter(UnitGradients):
         """Send the rows that this rank has updated; call the result to have the others' too."""
         locals_ = [local_of(each) for each in self.parameters]
         rows = [self.shards[each].to_local().to(each.dtype) for each in self.parameters]
+        if self._degree == 1:
+            torch._foreach_copy_(locals_, rows)
+            return lambda: None
         sizes = [_padded_rows(each, self._degree)[1] for each in self.parameters]
         sent_C = torch.cat([_extended(each.flatten(), size) for each, size in zip(rows, sizes)])
         received_FC = sent_C.new_empty(self._degree, len(sent_C))

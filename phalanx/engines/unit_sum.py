@@ -97,6 +97,11 @@ class UnitGradients(ABC):
             self._left = {}
             self._end()
 
+    def grad_bytes(self) -> int:
+        """Bytes of the gradients that this rank keeps of the unit now."""
+        grads = [each.grad for each in self.parameters or () if each.grad is not None]
+        return sum(local_of(each).nbytes for each in (*grads, *self._wide.values()))
+
     @abstractmethod
     def _start(self) -> None:
         """All gradients of a round are there."""

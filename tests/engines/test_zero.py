@@ -9,10 +9,30 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from phalanx.engines.bind import bind_data
+from phalanx.engines.optim import MOMENTS, ShardedAdamW
+from phalanx.engines.trainer_model import TrainModel
+from phalanx.engines.unit_sum import local_of
+from phalanx.mesh import Mesh
 from phalanx.models.spec import small_config
-from tests.engines.tensor_cases import MEGATRON, REPLICATE, Case, train_cases, train_plain
-from tests.ranks import run_ranks
+from phalanx.policies.data.replicate import Replicate
+from phalanx.policies.data.zero import Zero
+from phalanx.worlds.logged_group import device_mesh, init_logged
+from tests.engines.tensor_cases import (
+    FSDP,
+    MEGATRON,
+    REPLICATE,
+    Case,
+    bound_loss,
+    build,
+    cpu_process,
+    rows_of,
+    train_cases,
+    train_plain,
+)
+from tests.ranks import current_store, run_ranks
 
 CONFIG = small_config(
     vocab_size=31, hidden_size=18, intermediate_size=22, num_layers=2, num_heads=4, num_kv_heads=2,
@@ -54,3 +74,97 @@ def test_a_cut_update_trains_as_one_process(expected, world_size, cases):
             for name, weight in expected.weights.items():
                 torch.testing.assert_close(found.weights[name], weight, rtol=0, atol=1e-9)
             assert not found.misplaced
+
+
+# ---- memory --------------------------------------------------------------------------------------
+
+EVEN = small_config(
+    vocab_size=32, hidden_size=16, intermediate_size=24, num_layers=2, num_heads=4, num_kv_heads=4,
+    head_dim=4, dtype="bfloat16",
+)  # fmt: skip
+MIXED = {"master": "float32", "compute": "bfloat16", "reduce": "bfloat16"}
+EVERY = FSDP | {"reduce_every_item": True}
+# bytes per element at N = 4 with K = 12: arXiv 1910.02054, figure 1
+MIXED_CASES = {
+    16.0: Case(config=EVEN, mesh={"replicate": 4, "shard": 1}, specs=(ZERO_1, REPLICATE)),
+    4 + 12 / 4: Case(config=EVEN, mesh={"shard": 4}, specs=(ZERO_1,)),
+    2 + 14 / 4: Case(config=EVEN, mesh={"shard": 4}, specs=(ZERO_2,)),
+    16 / 4: Case(config=EVEN, mesh={"shard": 4}, specs=(EVERY,)),
+}
+
+
+def live_bytes(rank: int, world_size: int, cases) -> list[float]:
+    """Per element of the model: weights, gradients and optimizer state that this rank keeps when
+    two of three micro-batches of the second step have been computed; what is gathered or under way
+    is left out."""
+    init_logged("gloo", dist.PrefixStore("logged", current_store()), rank, world_size)
+    return [_bytes_per_element(rank, world_size, case) for case in cases]
+
+
+def _bytes_per_element(rank: int, world_size: int, case: Case) -> float:
+    case = replace(case, dtypes={"master": "float32", "compute": "bfloat16", "reduce": "bfloat16"})
+    model = build(case, cpu_process(rank, world_size, case))
+    optimizer = ShardedAdamW(model.data.named_held(model.decoder.named_parameters()))
+    row, kept_bytes = rows_of(case, 0)[0], 0
+    for step, num_items in ((0, 1), (1, 3)):
+        for item in range(num_items):
+            model.data.begin_item(item, num_items)
+            bound_loss(model, case, row, step).backward()
+            if (step, item) == (1, 1):
+                kept_bytes = _kept_bytes(model, optimizer)
+        model.finish_step()
+        optimizer.step(1e-3)
+        model.data.finish_update()
+    return kept_bytes / sum(each.numel() for each in optimizer.parameters)
+
+
+def _kept_bytes(model: TrainModel, optimizer: ShardedAdamW) -> int:
+    """Every storage once; numbers of updates are scalars and left out."""
+    kinds = optimizer.state_dict()
+    kept = [*optimizer.parameters, *(t for kind in MOMENTS for t in kinds[kind].values())]
+    kept += [each.grad for each in optimizer.parameters if each.grad is not None]
+    if not any(unit.shard for unit in model.data.units):
+        kept += model.decoder.parameters()
+    storages = {local_of(t).untyped_storage().data_ptr(): local_of(t) for t in kept}
+    return sum(t.untyped_storage().nbytes() for t in storages.values()) + model.data.grad_bytes()
+
+
+@pytest.mark.dist
+def test_live_bytes_are_zeros_figure_1():
+    for found in run_ranks(live_bytes, 4, list(MIXED_CASES.values()), backend=None):
+        assert found == list(MIXED_CASES)
+
+
+# ---- sums in a wider dtype -----------------------------------------------------------------------
+
+
+def added_up(rank: int, world_size: int, specs) -> dict[str, float]:
+    """Worst relative error of a gradient of 64 micro-batches in bfloat16, by dtype of the reduction."""
+    init_logged("gloo", dist.PrefixStore("logged", current_store()), rank, world_size)
+    mesh = device_mesh("cpu", Mesh(shard=1, replicate=1))
+    errors = {}
+    for dtype in ("bfloat16", "float32"):
+        module = torch.nn.Linear(4, 3, bias=False, dtype=torch.bfloat16)
+        data = bind_data(module, specs, mesh, reduce_dtype=dtype, master_dtype="float32")
+        held = data.held(module.weight) if specs == [Replicate()] else None
+        rows = torch.randn(64, 4, generator=torch.Generator().manual_seed(3)).bfloat16()
+        if held is None:
+            held = dict(data.named_held([("weight", module.weight)]))["weight"]
+        for item, row in enumerate(rows):
+            data.begin_item(item, len(rows))
+            module(row).sum().backward()
+        data.finish_step()
+        grad, exact = local_of(held.grad).double(), rows.double().sum(0)
+        errors[dtype] = float(((grad - exact) / exact).abs().max())
+    return errors
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("spec", "last_rounding"),
+    [(Replicate(), 2**-9), (Zero(), 1e-6), (Zero(stage=2), 1e-6)],
+    ids=["replicate", "zero 1", "zero 2"],
+)
+def test_gradients_are_added_up_in_the_dtype_of_the_reduction(spec, last_rounding):
+    errors = run_ranks(added_up, 1, [spec], backend=None)[0]
+    assert errors["float32"] <= last_rounding < 2**-8 < errors["bfloat16"]
