@@ -139,7 +139,7 @@ def test_live_bytes_are_zeros_figure_1():
 
 
 def added_up(rank: int, world_size: int, specs) -> dict[str, float]:
-    """Worst relative error of a gradient of 64 micro-batches in bfloat16, by dtype of the reduction."""
+    """Worst relative error of a bfloat16 gradient of 64 micro-batches, by the reduction's dtype."""
     init_logged("gloo", dist.PrefixStore("logged", current_store()), rank, world_size)
     mesh = device_mesh("cpu", Mesh(shard=1, replicate=1))
     errors = {}
@@ -162,9 +162,9 @@ def added_up(rank: int, world_size: int, specs) -> dict[str, float]:
 @pytest.mark.dist
 @pytest.mark.parametrize(
     ("spec", "last_rounding"),
-    [(Replicate(), 2**-9), (Zero(), 1e-6), (Zero(stage=2), 1e-6)],
+    [(Replicate(), 2**-8), (Zero(), 1e-6), (Zero(stage=2), 1e-6)],
     ids=["replicate", "zero 1", "zero 2"],
 )
 def test_gradients_are_added_up_in_the_dtype_of_the_reduction(spec, last_rounding):
     errors = run_ranks(added_up, 1, [spec], backend=None)[0]
-    assert errors["float32"] <= last_rounding < 2**-8 < errors["bfloat16"]
+    assert errors["float32"] <= last_rounding < 2**-7 < errors["bfloat16"]
