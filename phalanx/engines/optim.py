@@ -6,7 +6,7 @@ updated as the whole would be, without DTensor's dispatch for each of thousands 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -145,8 +145,17 @@ class ShardedAdamW:
                 rows.append((local, grad, *state))
             else:  # a rank may hold no row of a small parameter, and counts its updates too
                 state[-1].add_(1.0 if found_inf is None else 1.0 - found_inf)
-        if not rows:
-            return
+        if rows:
+            self._adamw(rows, lr, weight_decay, found_inf)
+
+    def _adamw(
+        self,
+        rows: Sequence[tuple[Tensor, ...]],
+        lr: float,
+        weight_decay: float,
+        found_inf: Tensor | None,
+    ) -> None:
+        """Update tensors on one device, each with its gradient, moments and number of updates."""
         params, wanted, exp_avgs, exp_avg_sqs, steps = map(list, zip(*rows))
         adamw(
             params,
