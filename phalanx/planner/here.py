@@ -45,24 +45,26 @@ def tensor_bytes(job: Job, config: DecoderConfig, work: Workload, shape: Trainin
     it."""
     local = local_config(config, work.tensor_degree)
     data = [spec for spec in shape.specs if spec.family == "data"]
-    pipeline = _pipeline(config, work, shape)
+    pipeline = _pipeline(job, config, work, shape)
     master_bytes = DTYPE_BYTES[job.train.master_dtype]
     units = units_of_ranks(local, work, data, shape.mesh, master_bytes, pipeline)
     terms = terms_of_ranks(local, work, units, pipeline, recompute=job.plan.recompute)
     return max(sum(each.values()) for each in terms)
 
 
-def _pipeline(config: DecoderConfig, work: Workload, shape: TrainingShape) -> Pipeline:
-    """Stages that take about the same time with the tokens that count in this work."""
+def _pipeline(job: Job, config: DecoderConfig, work: Workload, shape: TrainingShape) -> Pipeline:
+    """Stages as the job names them, or that take about the same time with the tokens that count."""
     if shape.order is None:
         return Pipeline.whole(config)
-    stages = split_layers(
-        config,
-        len(shape.stages),
-        document_tokens=work.document_tokens,
-        counted_frac=work.counted / work.tokens,
-        lora=work.lora,
-    )
+    stages = shape.stages
+    if not job.plan.stages:
+        stages = split_layers(
+            config,
+            len(stages),
+            document_tokens=work.document_tokens,
+            counted_frac=work.counted / work.tokens,
+            lora=work.lora,
+        )
     ranges = [(stage.start, stage.stop) for stage in stages]
     return Pipeline.of(config, shape.order, shape.pipeline_degree, ranges)
 
@@ -89,7 +91,7 @@ def plan_here(
     shape = training_shape(job, config, num_ranks)
     master = job.train.master_dtype
     rates = calibration["rates"]
-    pipeline = _pipeline(config, work, shape)
+    pipeline = _pipeline(job, config, work, shape)
     prediction = predict(
         config,
         work,

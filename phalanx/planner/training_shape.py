@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate, pairwise
 from math import lcm, prod
 from typing import Any
 
@@ -13,7 +14,7 @@ from phalanx.cost.training import row_multiple as filled_up_to
 from phalanx.errors import JobError, PlanError
 from phalanx.job import Job
 from phalanx.layout.context_part import require_head_split
-from phalanx.layout.stage_split import StageRange, split_layers
+from phalanx.layout.stage_split import StageRange, legal_cuts, split_layers, stage_ranges
 from phalanx.layout.tensor_split import tensor_legality
 from phalanx.layout.token_layout import row_multiple
 from phalanx.mesh import Mesh
@@ -40,7 +41,8 @@ class TrainingShape:
         tables: the specs as tables with family, name and options.
         specs: the same, built.
         order_table, order: the schedule of the pipeline likewise; {} and None without one.
-        stages: the layers of each stage, where every token counts; () without a pipeline.
+        stages: the layers of each stage, as the job names them or where every token counts; ()
+            without a pipeline.
     """
 
     mesh: Mesh
@@ -168,9 +170,7 @@ def training_shape(job: Job, config: DecoderConfig, num_ranks: int) -> TrainingS
     if (degree := mesh.degree(PIPELINE_AXIS)) > 1:
         _require_whole_weights(mesh, specs)
         order: Order = _built(order_table)
-        num_stages = order.num_stages(degree)
-        where = f"plan.mesh.{PIPELINE_AXIS}" if num_stages == degree else "plan.pipeline"
-        stages = split_layers(config, num_stages, lora=lora_of(job, config), where=where)
+        stages = _stages(job, config, order.num_stages(degree), degree)
         shape = replace(shape, order_table=order_table, order=order, stages=stages)
     if shape.tensor_degree > 1:
         tensor_legality(config, shape.tensor_degree).require(_axis_of(shape, "tensor"))
@@ -180,6 +180,24 @@ def training_shape(job: Job, config: DecoderConfig, num_ranks: int) -> TrainingS
         tables = [table for table in tables if table["family"] != "data"]
         shape = replace(shape, tables=tables, specs=[s for s in specs if s.family != "data"])
     return shape
+
+
+def _stages(job: Job, config: DecoderConfig, num_stages: int, degree: int) -> Sequence[StageRange]:
+    """As the job names them, or split by weight where every token counts."""
+    where = f"plan.mesh.{PIPELINE_AXIS}" if num_stages == degree else "plan.pipeline"
+    split = split_layers(config, num_stages, lora=lora_of(job, config), where=where)
+    given = list(job.plan.stages)
+    if not given:
+        return split
+    ends = [0, *accumulate(given)]
+    legal = [[stage.stop - stage.start for stage in split]]
+    if len(given) != num_stages or ends[-1] != config.num_layers or min(given) < 0:
+        rule = f"must hold {config.num_layers} layers in {num_stages} stages"
+        raise PlanError("plan/illegal", "plan.stages", given, rule, legal=legal)
+    if not set(ends) <= set(legal_cuts(config)):
+        rule = "cuts off layers that use keys, values or embeddings of another stage"
+        raise PlanError("plan/illegal", "plan.stages", given, rule, legal=legal)
+    return stage_ranges(list(pairwise(ends)))
 
 
 def pipeline_of(role: RoleProgram, config: DecoderConfig) -> Pipeline:
