@@ -13,7 +13,9 @@ from phalanx.cli.job import FLAGS, JobFile
 from phalanx.cli.output import JsonFile, emit, progress, show_report, versioned, write
 
 if TYPE_CHECKING:
+    from phalanx.plan import RoleProgram
     from phalanx.planner.step_picture import PassSpan
+    from phalanx.policy import Step
     from phalanx.trace import Trace
 
 _MAX_ROWS = 8  # pipeline ranks of the drawing
@@ -31,6 +33,9 @@ def simulate(
     trace: Annotated[str, typer.Option("--trace", help="Write a trace for ui.perfetto.dev.")] = "",
     picture: Annotated[
         str, typer.Option("--picture", help="Draw the step's timeline: FILE.png or FILE.svg.")
+    ] = "",
+    schedule: Annotated[
+        str, typer.Option("--schedule", help="Write the pipeline's lists as CSV, as torch reads.")
     ] = "",
     documents: Annotated[
         str,
@@ -64,6 +69,8 @@ def simulate(
     _, planned, simulated = plan_job(job, context.args, on)
     spans = pass_spans(simulated.trace, planned.program.mesh)
     _write_files(lambda: simulated.trace, spans, simulated.report.title, trace, picture)
+    if schedule:
+        _write_schedule(planned, schedule)
     report = simulated.report.to_dict()
     document = versioned("simulation", fits=simulated.fits, report=report)
 
@@ -99,9 +106,19 @@ def _write_files(
 def _drawing(planned: Any) -> str:
     """The schedule, a row per pipeline rank."""
     from phalanx.check import format_grid
-    from phalanx.plan import RoleProgram
 
+    return format_grid(_lists(planned), max_ranks=_MAX_ROWS)
+
+
+def _write_schedule(planned: Any, path: str) -> None:
+    from phalanx.schedule_file import write_schedule
+
+    lists = _lists(planned)
+    write_schedule(path, lists)
+    progress(f"schedule of {len(lists)} ranks written to {path}")
+
+
+def _lists(planned: Any) -> list[list[Step]]:
+    """What each pipeline rank computes, in order."""
     role: RoleProgram = planned.plan.program("train")
-    num_ranks = role.grid().degree("pp")
-    lists = role.built_order().order(num_ranks, planned.work.num_items)
-    return format_grid(lists, max_ranks=_MAX_ROWS)
+    return role.built_order().order(role.grid().degree("pp"), planned.work.num_items)

@@ -117,8 +117,15 @@ def _sign(span: PassSpan) -> str:
     return letters[span.item % len(letters)]
 
 
-def draw_step(spans: Sequence[PassSpan], title: str, path: str) -> None:
+def draw_step(
+    spans: Sequence[PassSpan], title: str, path: str, unit: str = "seconds, simulated"
+) -> None:
     """Write the picture; the ending of `path` says in which form (.png, .svg, .pdf).
+
+    Args:
+        spans: what is drawn.
+        title, path: of the picture.
+        unit: what the numbers along it are.
 
     Raises:
         JobError: `environment/missing` without matplotlib; `cli/file` when it cannot be written.
@@ -147,7 +154,7 @@ def draw_step(spans: Sequence[PassSpan], title: str, path: str) -> None:
     several = any(len(set(_shades([s for s in spans if s.place == p and s.phase == "F"]))) > 1
                   for p in places)  # fmt: skip
     note = "; the paler, the earlier a rank's chunk is in the model" if several else ""
-    axes.set_xlabel(f"seconds, simulated{note}")
+    axes.set_xlabel(unit + note)
     axes.set_title(title, fontsize=10, loc="left")
     shown = {span.phase for span in spans}
     handles = [Patch(color=_COLOURS[p], label=_NAMES[p]) for p in _COLOURS if p in shown]

@@ -10,8 +10,11 @@ from phalanx.drive import drive
 from phalanx.errors import JobError
 from phalanx.lower import lower
 from phalanx.mesh import Mesh
-from phalanx.planner.step_picture import draw_step, pass_spans, timeline_text
+from phalanx.planner.order_picture import draw_order, order_spans, order_text
+from phalanx.planner.step_picture import _shades, draw_step, pass_spans, timeline_text
 from phalanx.policies.pipeline.one_f_one_b import OneFOneB
+from phalanx.registry import build
+from phalanx.schedule_file import read_schedule
 from phalanx.workload import toy_work
 from phalanx.worlds.sim import SimWorld
 
@@ -77,3 +80,34 @@ def test_the_verb_prints_the_timeline_and_writes_the_picture(tmp_path, capsys):
     timeline = [line for line in shown.splitlines() if line.startswith(("rank ", "         0 s"))]
     assert timeline and max(map(len, timeline)) <= 100
     assert path.stat().st_size > 1000
+
+
+def test_a_schedule_is_drawn_before_any_job(tmp_path):
+    """ZB-H1 on two ranks: weight gradients are capitals and fill the wait of 1F1B."""
+    order = build("pipeline", "zero_bubble")
+    text = order_text(order, 2, 3, width=20).splitlines()
+    assert text[0].split() == ["rank", "0", "0011..aaAA22bbBBccCC"]
+    assert text[1].split() == ["rank", "1", "..00aa11bbAA22ccBBCC"]
+    assert "A-Z weight gradient" in text[2]
+    for name in ("zbv", "dualpipe_v", {"name": "hanayo", "waves": 2}):
+        path = tmp_path / "order.svg"
+        draw_order(build("pipeline", name), 2, 4, str(path))
+        assert path.read_bytes().startswith(b"<?xml")
+
+
+def test_later_chunks_of_a_rank_are_darker():
+    spans = order_spans(build("pipeline", "zbv"), 2, 3)
+    shades = dict(zip([span.name for span in spans if span.place == 0],
+                      _shades([span for span in spans if span.place == 0])))  # fmt: skip
+    assert sum(shades["3F0"]) < sum(shades["0F0"]), "the rank's last chunk, the rank's first"
+
+
+def test_the_verb_writes_the_schedule_as_it_is_read_back(tmp_path):
+    path = tmp_path / "schedule.csv"
+    waves = "{name='hanayo', waves=1}"
+    assert run(["simulate", "examples/toy-4d.toml", "--plan.pipeline", waves,
+                "--schedule", str(path)]) == 0  # fmt: skip
+    lists = read_schedule(path)
+    assert lists == build("pipeline", {"name": "hanayo", "waves": 1}).order(2, len(lists[0]) // 4)
+    listed = f"{{name='listed', file='{path}'}}"
+    assert run(["simulate", "examples/toy-4d.toml", "--plan.pipeline", listed]) == 0
