@@ -19,6 +19,7 @@ from phalanx.layout.stage_split import (
 )
 from phalanx.models.named import named_model
 from phalanx.models.spec import LoraSpec
+from tests.models.families import tiny_config
 from tests.tiny_run import tiny_base
 
 LORA = LoraSpec(rank=2, alpha=4.0)
@@ -80,6 +81,14 @@ def test_layers_that_share_keys_stay_with_their_source():
     with pytest.raises(PlanError, match="share keys and values stay together") as caught:
         split_layers(config, 6)
     assert caught.value.legal[0] == 5
+
+
+def test_layers_that_read_the_tokens_are_not_cut_off_from_them():
+    config = tiny_config("gemma4_ple", "float32")
+    assert sizes(split_layers(config, 1)) == [config.num_layers]
+    with pytest.raises(PlanError, match="every layer reads the tokens") as caught:
+        split_layers(config, 2)
+    assert list(caught.value.legal) == [1]
 
 
 @pytest.mark.parametrize(

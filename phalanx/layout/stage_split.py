@@ -115,12 +115,8 @@ def split_layers(
     may_be_bare = lora is None and config.per_layer_embedding is None
     most = len(cuts) - 1 + 2 * may_be_bare
     if not 1 <= num_stages <= most:
-        rule = f"{config.num_layers} layers fill at most {most} stages, so that one stays empty"
-        if len(cuts) <= config.num_layers:
-            rule += "; layers that share keys and values stay together"
-        if num_stages < 1:
-            rule = "a pipeline has at least one stage"
         legal = nearest_numbers(num_stages, range(1, most + 1))
+        rule = _why_not(config, num_stages, most)
         raise PlanError("plan/illegal", where, num_stages, rule, legal=legal)
     if num_stages == 1:
         return (StageRange(0, config.num_layers, True, True),)
@@ -139,6 +135,16 @@ def split_layers(
     _, chosen = _lightest_chain(first_K, inner_KK, last_K, num_stages, np.add)
     ends = [0, *(cuts[at] for at in chosen), config.num_layers]
     return stage_ranges(list(pairwise(ends)))
+
+
+def _why_not(config: DecoderConfig, num_stages: int, most: int) -> str:
+    if num_stages < 1:
+        return "a pipeline has at least one stage"
+    if config.per_layer_embedding is not None:
+        return "every layer reads the tokens (per-layer embedding), so one stage holds them all"
+    rule = f"{config.num_layers} layers fill at most {most} stages, so that one stays empty"
+    shares = len(legal_cuts(config)) <= config.num_layers
+    return rule + "; layers that share keys and values stay together" * shares
 
 
 def stage_ranges(stages: Sequence[Sequence[int]]) -> tuple[StageRange, ...]:

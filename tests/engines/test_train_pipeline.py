@@ -34,6 +34,7 @@ from tests.engines.tensor_cases import (
     rows_of,
     train_plain,
 )
+from tests.models.families import tiny_config
 from tests.ranks import current_store, run_ranks
 
 TIED = small_config(
@@ -67,6 +68,11 @@ TWO_RANKS = {
     "a V, both ends on one rank": replace(
         FULL, order={"name": "zbv"}, stages=[[0, 1], [1, 2], [2, 3], [3, 3]], steps=2
     ),
+}
+FAMILIES = ("llama3", "qwen3", "gemma4")
+TWO_RANKS |= {
+    family: StagedCase(config=replace(tiny_config(family, "float64"), init_std=0.15), steps=2)
+    for family in FAMILIES
 }
 FOUR_RANKS = {
     "replicate 2 x pp 2": replace(
