@@ -1,0 +1,212 @@
+"""Optimizer states that wait outside the device: in host memory, or in a file.
+
+Rajbhandari and others, "ZeRO-Offload", arXiv 2101.06840, section 4: gradients go down and weights
+come up in the dtype in which weights are computed; moments and master weights never leave the host,
+where the update runs. On a machine whose devices are the host itself a file takes their place
+(ZeRO-Infinity, arXiv 2104.07857, section 5): it is mapped and updated piece by piece.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from phalanx.engines.optim import MOMENTS, ShardedAdamW
+from phalanx.engines.unit_sum import local_of
+from phalanx.errors import JobError
+
+PIECE_BYTES = 1 << 26  # of states that are mapped, and of gradients that are down, at a time
+MASTER = "master"
+
+
+class Store(Protocol):
+    """Where states wait."""
+
+    def zeros(self, like: Sequence[Tensor], dtype: torch.dtype | None) -> list[Tensor]:
+        """CPU tensors of these shapes, in their dtypes or in another one, filled with zeros."""
+        ...
+
+    def release(self) -> None:
+        """What was touched may leave memory."""
+        ...
+
+
+class HostMemory:
+    """Pinned where there is a device to copy from."""
+
+    def zeros(self, like: Sequence[Tensor], dtype: torch.dtype | None) -> list[Tensor]:
+        pinned = any(each.is_cuda for each in like)
+        return [torch.zeros(t.shape, dtype=dtype or t.dtype, pin_memory=pinned) for t in like]
+
+    def release(self) -> None:
+        pass
+
+
+class MappedFile:
+    """Files without a name in a folder, so that nothing is left behind however a run ends.
+
+    Args:
+        folder: on a disk with room for the states.
+
+    Raises:
+        JobError: `environment/disk` for a disk without that room.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._maps: list[mmap.mmap] = []
+
+    def zeros(self, like: Sequence[Tensor], dtype: torch.dtype | None) -> list[Tensor]:
+        dtypes = [dtype or each.dtype for each in like]
+        sizes = [-(-t.numel() * d.itemsize // 64) * 64 for t, d in zip(like, dtypes)]
+        whole = self._mapped(max(sum(sizes), 64))
+        parts = whole[: sum(sizes)].split(sizes) if sizes else ()
+        return [
+            part[: each.numel() * kind.itemsize].view(kind).view(each.shape)
+            for part, each, kind in zip(parts, like, dtypes)
+        ]
+
+    def _mapped(self, num_bytes: int) -> Tensor:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=self._folder) as file:
+            try:
+                os.posix_fallocate(file.fileno(), 0, num_bytes)
+            except OSError as error:
+                rule = f"has no room for {num_bytes:,} bytes of optimizer states: {error.strerror}"
+                where = "plan.offload = file"
+                raise JobError("environment/disk", where, self._folder, rule) from error
+            self._maps.append(mmap.mmap(file.fileno(), num_bytes))
+        return torch.frombuffer(self._maps[-1], dtype=torch.uint8)
+
+    def release(self) -> None:
+        for each in self._maps:
+            each.madvise(mmap.MADV_DONTNEED)  # of a shared file: written back, read again
+
+
+class OffloadedAdamW(ShardedAdamW):
+    """AdamW on the host, with states that wait in a store; all else is as `ShardedAdamW`.
+
+    Update for update the bits are those of `ShardedAdamW` on the host.
+
+    Args:
+        named_parameters: see `ShardedAdamW`; the device's, in the dtype that it computes in.
+        store: of moments and masters.
+        master: dtype of master weights; they are apart from the parameters where these are on
+            another device or in another dtype, and start as their values.
+        options: of `ShardedAdamW`.
+    """
+
+    def __init__(
+        self,
+        named_parameters: Iterable[tuple[str, nn.Parameter]],
+        *,
+        store: Store,
+        master: torch.dtype | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(named_parameters, **options)
+        self._store, self._master = store, master
+
+    def state_dict(self) -> dict[str, dict[str, Tensor]]:
+        """With masters, where they are apart, as a kind "master" beside the moments."""
+        kinds = super().state_dict()
+        for kind in (*MOMENTS, MASTER):
+            for at, (name, parameter) in enumerate(self.named_parameters.items()):
+                if kind in self._state:
+                    placed = _placed_on_host(parameter, self._state[kind][at])
+                    kinds.setdefault(kind, {})[name] = placed
+        return kinds
+
+    def _create_state(self) -> None:
+        if self._state or not self.parameters:
+            return
+        locals_ = [local_of(parameter) for parameter in self.parameters]
+        for kind in MOMENTS:
+            self._state[kind] = self._store.zeros(locals_, self._master)
+        self._state["step"] = list(torch.zeros(len(locals_)).unbind())
+        if any(each.is_cuda or each.dtype != (self._master or each.dtype) for each in locals_):
+            self._state[MASTER] = self._store.zeros(locals_, self._master)
+            for master, local in zip(self._state[MASTER], locals_):
+                master.copy_(local)
+
+    def _update(
+        self,
+        grads: list[Tensor | None],
+        is_matrix: bool,
+        lr: float,
+        weight_decay: float,
+        found_inf: Tensor | None,
+    ) -> None:
+        found_inf = None if found_inf is None else found_inf.cpu()
+        locals_ = [local_of(parameter) for parameter in self.parameters]
+        masters = self._state.get(MASTER, locals_)
+        wanted = [
+            at
+            for at, grad in enumerate(grads)
+            if grad is not None and (locals_[at].dim() > 1) == is_matrix
+        ]
+        for piece in _pieces(wanted, [each.nbytes for each in locals_]):
+            rows = []
+            for at in piece:
+                state = [self._state[kind][at] for kind in (*MOMENTS, "step")]
+                if masters[at].numel():
+                    rows.append((masters[at], grads[at].to(masters[at]), *state))
+                else:
+                    state[-1].add_(1.0 if found_inf is None else 1.0 - found_inf)
+            if rows:
+                self._adamw(rows, lr, weight_decay, found_inf)
+            for at in piece:
+                if masters[at] is not locals_[at]:
+                    locals_[at].copy_(masters[at])
+            self._store.release()
+
+
+def make_optimizer(
+    named_parameters: Iterable[tuple[str, nn.Parameter]],
+    *,
+    offload: str,
+    folder: Path,
+    master: torch.dtype | None = None,
+    **options: Any,
+) -> ShardedAdamW:
+    """The optimizer whose states wait where `plan.offload` says.
+
+    Args:
+        offload: "none", "host" or "file".
+        folder: of the run; a file of states is in it, without a name.
+        master: dtype of master weights of an offloaded update.
+        options: of `ShardedAdamW`.
+    """
+    if offload == "none":
+        return ShardedAdamW(named_parameters, **options)
+    store = HostMemory() if offload == "host" else MappedFile(folder)
+    return OffloadedAdamW(named_parameters, store=store, master=master, **options)
+
+
+def _pieces(indices: Sequence[int], num_bytes: Sequence[int]) -> Iterator[list[int]]:
+    """Neighbours of together at most `PIECE_BYTES`, or one that is larger."""
+    piece: list[int] = []
+    for at in indices:
+        if piece and sum(num_bytes[each] for each in (*piece, at)) > PIECE_BYTES:
+            yield piece
+            piece = []
+        piece.append(at)
+    if piece:
+        yield piece
+
+
+def _placed_on_host(parameter: Tensor, local: Tensor) -> Tensor:
+    """A rank's part on the host, as the whole that its parameter is; shares its memory."""
+    if not isinstance(parameter, DTensor):
+        return local
+    spec = parameter._spec
+    meta = spec.tensor_meta._replace(dtype=local.dtype)
+    return DTensor(local, type(spec)(spec.mesh, spec.placements, meta), requires_grad=False)
