@@ -71,28 +71,40 @@ def _signs(keys_N: Tensor) -> Tensor:
 
 
 class Fingerprints:
-    """Writes the summaries of chosen steps to a file of this rank.
+    """Writes the summaries of a run's first steps to a file of this rank.
 
     Args:
         model: bound; the decoder is called with the keyword `dropout`, whose token places are the
             keys, also where nothing is dropped.
         rank: whose file it is.
         folder: of the run.
+        num_steps: how many steps of this process are recorded.
         is_new: False: a run that goes on, whose earlier summaries stay.
     """
 
-    def __init__(self, model: TrainModel, rank: int, folder: Path, *, is_new: bool = True) -> None:
+    def __init__(
+        self, model: TrainModel, rank: int, folder: Path, num_steps: int, *, is_new: bool = True
+    ) -> None:
         self._model = model
         self._path = folder / FOLDER / f"rank{rank}.jsonl"
-        self._is_new = is_new
+        self._num_left, self._is_new = num_steps, is_new
         self._has_begun = False
         self._step = -1  # recorded now; -1: none
         self._places_S: Tensor | None = None
         self._found: dict[tuple[str, str], Summary] = {}
 
+    @property
+    def is_recording(self) -> bool:
+        """Whether this step is recorded."""
+        return self._step >= 0
+
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Record this block as step `number` (from 1 in the file)."""
+        """Record this block as step `number` (from 1 in the file), if it is one of the first."""
+        if self._num_left <= 0:
+            yield
+            return
+        self._num_left -= 1
         self._step = number
         self._weights()
         hooks = [hook for name, module in self._watched() for hook in self._hooks(name, module)]
@@ -109,7 +121,7 @@ class Fingerprints:
 
     def gradients(self) -> None:
         """The gradients are summed over all ranks; nothing outside of a recorded step."""
-        if self._step < 0:
+        if not self.is_recording:
             return
         for name, parameter in self._model.decoder.named_parameters():
             grad = self._model.data.held(parameter).grad

@@ -60,6 +60,7 @@ class OperatorProfile:
         common = {"rank": self.rank, "step": number}
         trace.extend({**row, **common} for row in operator_rows(events, start_s))
         trace.extend(row for row in log.trace_rows() if row["lane"] != "step")
+        trace.extend(log.wait_rows())
 
 
 def _named_scope(name: str, module: nn.Module) -> tuple[Any, Any]:

@@ -16,6 +16,7 @@ from phalanx.data.prepare import Prepared
 from phalanx.engines.callbacks import Callback
 from phalanx.engines.checkpoint import Checkpoints, Progress, restore, restore_latest
 from phalanx.engines.evaluate import HeldOut
+from phalanx.engines.fingerprint import Fingerprints
 from phalanx.engines.guard import Guard
 from phalanx.engines.operator_profile import OperatorProfile
 from phalanx.engines.optim import ShardedAdamW
@@ -101,6 +102,13 @@ class Parts:
             spike_factor=train.spike_factor,
             on_spike=train.on_spike,
         )
+        self.fingerprints = Fingerprints(
+            self.model,
+            process.rank,
+            inputs.folder,
+            inputs.job.plan.record_steps,
+            is_new=not inputs.resume,
+        )
         self.stepper = TrainStep(
             self.model,
             self.optimizer,
@@ -108,6 +116,7 @@ class Parts:
             train.seed,
             guard=self.guard,
             loss=load_loss(train.loss) if train.loss else None,
+            record=self.fingerprints,
         )
         units = {unit.name: unit.module for unit in self.model.data.units if unit.name}
         self.profile = OperatorProfile(process.rank, units, device)

@@ -169,7 +169,9 @@ class TrainRun:
         if profiled and self._peak_bytes is None:
             self._peak_bytes = self._peak()  # what a profiler takes is none of the job's
         stops = (signal.requested, bool(self.report.callbacks.stop_reason))
-        with self.parts.profile.step(number, self.report.trace) if profiled else nullcontext():
+        recorded = self.parts.fingerprints.step(number)
+        profile = self.parts.profile.step(number, self.report.trace) if profiled else nullcontext()
+        with recorded, profile:
             outcome = self.parts.stepper.run(batch, number, lr, stops)
         self.progress = replace(
             before,

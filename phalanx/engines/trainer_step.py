@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from phalanx.data.batches import StepBatch
+from phalanx.engines.fingerprint import Fingerprints
 from phalanx.engines.guard import Guard
 from phalanx.engines.memory import return_free_memory
 from phalanx.engines.optim import ShardedAdamW
@@ -80,6 +81,7 @@ class TrainStep:
         seed: of dropout.
         guard: decides whether an update happens.
         loss: of the counted positions of a row, instead of cross-entropy.
+        record: summarises what it is told to.
     """
 
     def __init__(
@@ -91,9 +93,10 @@ class TrainStep:
         *,
         guard: Guard,
         loss: LossFunction | None = None,
+        record: Fingerprints | None = None,
     ) -> None:
         self.model, self.optimizer, self.device, self.seed = model, optimizer, device, seed
-        self.guard, self.loss = guard, loss
+        self.guard, self.loss, self.record = guard, loss, record
         self._pipeline = None if model.stages is None else PipelineStep(model, device, loss)
         # two, so that the spans of a step can be read while the next one runs
         self._logs = (SpanLog(device), SpanLog(device))
@@ -145,6 +148,8 @@ class TrainStep:
     def _update(self, lr: float) -> Tensor:
         """Sum the gradients and change the weights; returns the gradient's norm."""
         self.model.finish_step()
+        if self.record is not None:
+            self.record.gradients()
         norm = self.optimizer.norm()
         self.optimizer.step(lr, norm=norm, skip=self.guard.skip(norm))
         self.model.data.finish_update()
@@ -163,7 +168,8 @@ class TrainStep:
 
     def _dropout(self, number: int) -> DropoutKeys | None:
         drops = self.model.lora is not None and self.model.lora.dropout > 0.0
-        return DropoutKeys(self.seed, number) if drops else None
+        is_recorded = self.record is not None and self.record.is_recording  # by tokens' places
+        return DropoutKeys(self.seed, number) if drops or is_recorded else None
 
 
 def _work_of(num_items: int) -> Iterator[Work]:

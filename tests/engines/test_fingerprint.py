@@ -116,7 +116,7 @@ def record(rank: int, world_size: int, cases: dict[str, tuple[Case, str, bool]])
 def train_recorded(rank: int, world_size: int, case: Case, folder: Path, wrong: bool) -> None:
     model = build(case, cpu_process(rank, world_size, case))
     optimizer = ShardedAdamW(model.data.named_held(model.decoder.named_parameters()))
-    record = Fingerprints(model, rank, folder)
+    record = Fingerprints(model, rank, folder, case.steps)
     for step in range(case.steps):
         mine = rows_of(case, step)[model.data.rank :: model.data.num_ranks]
         with record.step(step):
