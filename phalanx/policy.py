@@ -66,8 +66,8 @@ class Rule:
     Attributes:
         pattern: shell pattern over canonical module names ("layers.*", "layers.*.mlp.down_proj").
         placement: word of the binder: "shard", "replicate" (data); "column", "row", "vocab",
-            "block", "partial" (tensor); "ring", "all_gather", "all_to_all" (context, expert); a
-            layout of tokens (context, of the rows: pattern "").
+            "block", "partial" (tensor); "ring", "all_gather", "all_to_all" (context, expert),
+            "wanted" or a layout of tokens (context; the latter of the rows, pattern "").
         dim: tensor dim that is split, where the placement needs one.
         exchanges: collectives per pass, in order.
         reshard: give the gathered parameters back after the forward pass.

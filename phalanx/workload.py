@@ -29,11 +29,18 @@ class Module(NamedTuple):
 
 
 class Heads(NamedTuple):
-    """Of an attention block: query heads, key and value heads, bytes of a token in one of them."""
+    """Of an attention block.
+
+    Attributes:
+        query, key_value: heads.
+        head_bytes: of a token in one of them.
+        window: keys that a query sees, its own included; None: all earlier ones.
+    """
 
     query: int
     key_value: int
     head_bytes: float
+    window: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

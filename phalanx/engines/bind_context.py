@@ -6,7 +6,8 @@ It reads rules, never names of policies: the rule of the rows (pattern "") place
 
 - "ring": keys and values go round;
 - "all_gather": each rank gathers those of the whole row;
-- "all_to_all": each rank gets the whole row of its part of the heads.
+- "all_to_all": each rank gets the whole row of its part of the heads;
+- "wanted", of layers with a sliding window: ranks send one another the keys that are seen there.
 
 Two specs compose on two axes where one exchanges heads: then the ranks of its axis hold one place
 of the other one's layout between them.
@@ -14,6 +15,8 @@ of the other one's layout between them.
 Modules stay as they are. Rows are cut before the embedding, and attention is given to the decoder
 with every row (`models.decoder_layers.Attend`). Parameters see the axes as more data axes:
 `bind.bind_data` sums gradients over them.
+
+Legend: c tokens of a rank, H query heads, K key/value heads, C channels per head.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from math import lcm
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import DeviceMesh
 
 from phalanx.data.batches import MicroBatch
@@ -39,11 +43,13 @@ from phalanx.ops.context_attention import (
     gathered_attention,
     ring_attention,
     ulysses_attention,
+    wanted_attention,
 )
 from phalanx.policy import Rule, Spec
 
 EXCHANGES = ("ring", "all_gather", "all_to_all")
-_HEADS = "all_to_all"
+_HEADS, _WANTED = "all_to_all", "wanted"
+_ATTENTION = "model.layers.0.self_attn"
 
 
 class BoundContext:
@@ -127,7 +133,7 @@ def bind_context(
         return None
     axes = tuple(spec.axis for spec, *_ in by_kind.values())
     outer, inner = by_kind.get(False), by_kind.get(True)
-    around = None if outer is None else _bound(outer[2], mesh.get_group(outer[0].axis))
+    around = None if outer is None else _bound(*outer, mesh.get_group(outer[0].axis))
     if inner is None:
         spec, rows, _ = outer
         return BoundContext(axes, rows.placement, mesh.get_group(spec.axis), None, around)
@@ -156,7 +162,7 @@ def _sharing(specs: Sequence[Spec], mesh: DeviceMesh) -> list[Spec]:
 
 def _rules(spec: Spec) -> tuple[Rule, Rule]:
     """Of the rows and of attention."""
-    rows, attention = spec.rule_for(""), spec.rule_for("model.layers.0.self_attn")
+    rows, attention = spec.rule_for(""), spec.rule_for(_ATTENTION)
     if rows is None or attention is None or attention.placement not in EXCHANGES:
         where = f"policy.{spec.family}.{spec.policy_name}"
         value = None if attention is None else attention.placement
@@ -165,13 +171,34 @@ def _rules(spec: Spec) -> tuple[Rule, Rule]:
     return rows, attention
 
 
-def _bound(attention: Rule, group: dist.ProcessGroup) -> PartAttend:
+def _bound(spec: Spec, _rows: Rule, attention: Rule, group: dist.ProcessGroup) -> PartAttend:
     """Attention among ranks that hold different places."""
     if attention.placement == "ring":
-        return partial(ring_attention, group=group)
-    name = attention.reduce_dtype
-    dtype = getattr(torch, name) if name else None
-    return partial(gathered_attention, group=group, sum_dtype=dtype)
+        attend = partial(ring_attention, group=group)
+    else:
+        name = attention.reduce_dtype
+        dtype = getattr(torch, name) if name else None
+        attend = partial(gathered_attention, group=group, sum_dtype=dtype)
+    windowed = spec.rule_for(f"{_ATTENTION}.window")
+    if windowed is None or windowed.placement != _WANTED:
+        return attend
+    return partial(_by_window, attend, partial(wanted_attention, group=group))
+
+
+def _by_window(
+    attend: PartAttend,
+    of_windows: PartAttend,
+    q_cHC: Tensor,
+    k_cKC: Tensor,
+    v_cKC: Tensor,
+    part: ContextPart,
+    *,
+    scale: float,
+    window: int | None,
+) -> Tensor:
+    """`of_windows` where a query sees so many keys only, else `attend`."""
+    chosen = attend if window is None else of_windows
+    return chosen(q_cHC, k_cKC, v_cKC, part, scale=scale, window=window)
 
 
 def _require_heads(config: DecoderConfig, degree: int, tensor_degree: int, where: str) -> None:

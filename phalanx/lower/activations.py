@@ -8,7 +8,12 @@ from functools import cache
 from math import ceil
 
 from phalanx.action import Action, Collective, Compute
-from phalanx.lower.attention_exchange import OF_HEADS, RING_PLACEMENT, heads_bytes
+from phalanx.lower.attention_exchange import (
+    OF_HEADS,
+    RING_PLACEMENT,
+    WANTED_PLACEMENT,
+    heads_bytes,
+)
 from phalanx.lower.chunk import PARTIAL_PLACEMENT, SPLIT_PLACEMENTS, Chunk, Placed
 from phalanx.policy import Exchange, Rule, Spec, Step
 from phalanx.workload import Block
@@ -20,6 +25,16 @@ class _Rules:
     def __init__(self, spec: Spec) -> None:
         self.axis = spec.axis
         self.rule_for = cache(spec.rule_for)
+        rows = spec.rule_for("")
+        self.layout = "" if rows is None else rows.placement
+
+    def around(self, block: Block) -> Rule | None:
+        """The rule of a block; one with a window may have a rule for that."""
+        if block.heads is not None and block.heads.window is not None:
+            rule = self.rule_for(f"{block.name}.window")
+            if rule is not None and rule.placement == WANTED_PLACEMENT:
+                return rule
+        return self.rule_for(block.name)
 
 
 def exchange_activations(chunks: list[Chunk], placed: Placed, spec: Spec) -> None:
@@ -64,7 +79,7 @@ def _woven(chunk: Chunk, placed: Placed, spec: _Rules, blocks: dict[str, Block])
             before[0] = replace(before[0], tensor=enters, into=_flow(action))
         enters = ""
         share = 1.0 / degree if _is_split(inside, spec) else 1.0
-        if action.label in inner and _is_ring(action, spec):
+        if action.label in inner and _is_ring(action, inside, spec):
             beside = _chain([*before, *after], pending or previous)
             chunk.beside[action.label] = tuple(each.label for each in beside[-1:])
             out.extend(beside)
@@ -98,9 +113,9 @@ def _between_others(chunk: Chunk) -> set[str]:
     return {compute.label for _, compute in chunk.computes()[1:-1]}
 
 
-def _is_ring(action: Compute, spec: _Rules) -> bool:
+def _is_ring(action: Compute, inside: list[Block], spec: _Rules) -> bool:
     """Whether the compute is one block whose exchanges go round a ring."""
-    rule = spec.rule_for(action.layer)
+    rule = spec.around(inside[0]) if action.layer == inside[0].name else None
     return rule is not None and rule.placement == RING_PLACEMENT
 
 
@@ -114,7 +129,7 @@ def _exchanges(
 ) -> Iterator[tuple[Block, Rule, Exchange]]:
     for block in inside:
         names = [f"{block.name}.{module.name}" for module in block.modules]
-        around = spec.rule_for(block.name)
+        around = spec.around(block)
         rules = [spec.rule_for(name) for name in (names if phase == "F" else reversed(names))]
         # an embedding is a block and its only module: one rule, applied once
         for rule in [around, *(rule for rule in rules if rule != around)]:
@@ -138,7 +153,7 @@ def _collectives(
         tensor, into = _handles(action, block, exchange)
         if exchange.of in OF_HEADS:
             heads = placed.heads[block.name]
-            payload = heads_bytes(action, heads, rule, exchange, degree, placed)
+            payload = heads_bytes(action, heads, rule, exchange, spec.layout, degree, placed)
         else:
             payload = _num_tokens(action, exchange, degree) * block.out_bytes_per_token
         collectives.append(

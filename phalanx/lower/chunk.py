@@ -172,4 +172,4 @@ def _local_heads(block: Block, heads: Heads, specs: Sequence[Spec], mesh: Mesh) 
     if degree == 1:
         return heads
     of_rank = kv_heads_of(heads.query, heads.key_value, degree, 0)
-    return Heads(ceil(heads.query / degree), len(of_rank), heads.head_bytes)
+    return heads._replace(query=ceil(heads.query / degree), key_value=len(of_rank))

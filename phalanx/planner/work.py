@@ -141,4 +141,4 @@ def _heads(config: DecoderConfig, inside: Sequence[Operator]) -> Heads | None:
         return None
     kind = config.attention(layer)
     head_bytes = float(kind.head_dim * DTYPE_BYTES[config.dtype])
-    return Heads(kind.num_heads, kind.num_kv_heads, head_bytes)
+    return Heads(kind.num_heads, kind.num_kv_heads, head_bytes, kind.window)

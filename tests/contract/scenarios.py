@@ -61,7 +61,7 @@ def decoder_work(num_layers: int, item_tokens: Sequence[int]) -> StepWork:
     """What Specs are lowered with: attention and feed-forward, heads that 2 to 5 ranks share."""
     config = small_config(
         vocab_size=13, hidden_size=8, intermediate_size=60, num_layers=num_layers, num_heads=60,
-        num_kv_heads=12, head_dim=2, dtype="float32",
+        num_kv_heads=12, head_dim=2, full_every=1, dtype="float32",
     )  # fmt: skip
     return model_work(config, item_tokens)
 

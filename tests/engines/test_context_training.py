@@ -63,6 +63,7 @@ CASES = {
     "ring, striped": replace(FULL, specs=(context("ring", "striped"),)),
     "ring, blocks": replace(FULL, specs=(context("ring", "contiguous"),)),
     "gathered": replace(FULL, specs=(GATHERED,)),
+    "ring, windows round it too": replace(FULL, specs=(RING | {"halo": False},)),
     "gathered, by document": replace(FULL, specs=(context("all_gather", "per_document"),)),
     "gathered, balanced": replace(FULL, specs=(context("all_gather", "balanced"),)),
     "heads": replace(FULL, specs=(HEADS,)),
@@ -115,7 +116,8 @@ def test_ranks_that_share_rows_train_as_one_process(outcomes, name):
 # ---- what is exchanged ---------------------------------------------------------------------------
 
 SINGLE = replace(CONFIG, dtype="float32")
-EXCHANGED = {"ring": RING, "gathered": GATHERED, "heads": HEADS}
+WHOLE = {"halo": False}
+EXCHANGED = {"ring": RING | WHOLE, "gathered": GATHERED | WHOLE, "heads": HEADS, "halo": GATHERED}
 
 
 def exchanges(rank: int, world_size: int) -> dict[str, list[tuple[str, int, float]]]:
@@ -161,11 +163,11 @@ def test_what_attention_exchanges_is_what_was_lowered():
     """Gathers and exchanges of heads one by one; a ring, whose messages the lowered step joins, by
     the bytes that a rank sends."""
     for found in run_ranks(exchanges, 2, backend=None):
-        for name in ("gathered", "heads"):
+        for name in ("gathered", "heads", "halo"):
             of_attention = [row for row in found[name] if row[0] != "all_reduce"]
             assert sorted(of_attention) == sorted(planned(EXCHANGED[name])), name
         sent = sum(wire for kind, _, wire in found["ring"] if kind == "send")
-        assert sent == sum(wire for *_, wire in planned(RING))
+        assert sent == sum(wire for *_, wire in planned(EXCHANGED["ring"]))
 
 
 # ---- what is refused -----------------------------------------------------------------------------
@@ -175,8 +177,8 @@ class Odd(Ring):
     """A rule that nothing carries out."""
 
     def rules(self) -> tuple[Rule, ...]:
-        rows, attention = super().rules()
-        return rows, replace(attention, placement="broadcast")
+        *others, attention = super().rules()
+        return (*others, replace(attention, placement="broadcast"))
 
 
 def told(rank: int, world_size: int, asked: Sequence[tuple[Sequence[Spec], int]]) -> list[str]:

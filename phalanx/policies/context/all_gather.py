@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from phalanx.policies.context import ATTENTION, tokens_rule
+from phalanx.policies.context import ATTENTION, halo_rules, tokens_rule
 from phalanx.policy import Exchange, Rule, Spec
 from phalanx.registry import Source, register
 
@@ -31,6 +31,9 @@ class AllGather(Spec):
         forward: one all-gather, 2 S g D e (N-1)/N received
         backward: one reduce-scatter, 2 S g D max(e, 4) (N-1)/N sent, or in `reduce_dtype`
         memory: activations, logits and saved tensors divide by N, but for 2 S g D e of a layer
+        with `halo`, layers with a window of w tokens exchange the keys and values that queries of
+            other ranks see, instead: at most 2 g D e for each of 2 (w - 1) tokens under head and
+            tail, one all-to-all each way
     Weights, gradients and optimizer state are those of a rank whose data axes are N times as long:
     gradients are summed over `axis` too.
 
@@ -38,7 +41,8 @@ class AllGather(Spec):
     arXiv 2407.21783, section 3.3.2.
 
     Differences and limits: the exchange is exposed, as there. Rows are filled up to a multiple of
-    2 N (N for other layouts). A simulated step takes work as equal, whatever the layout.
+    2 N (N for other layouts). A simulated step takes work as equal, whatever the layout, and rows
+    as one document.
 
     Raises:
         PlanError: `plan/illegal` for a layout that does not exist.
@@ -46,6 +50,7 @@ class AllGather(Spec):
 
     axis: str = "cp"
     layout: str = "head_tail"
+    halo: bool = True
     reduce_dtype: str = ""
 
     def __post_init__(self) -> None:
@@ -57,6 +62,7 @@ class AllGather(Spec):
         scatter = Exchange(collective="reduce_scatter", phase="B", at="after", of="keys_values")
         return (
             tokens_rule(self.layout),
+            *halo_rules(self.halo),
             Rule(
                 pattern=ATTENTION,
                 placement="all_gather",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from phalanx.policies.context import ATTENTION, tokens_rule
+from phalanx.policies.context import ATTENTION, halo_rules, tokens_rule
 from phalanx.policy import Exchange, Rule, Spec
 from phalanx.registry import Source, register
 
@@ -35,6 +35,9 @@ class Ring(Spec):
         hidden where c >= (F/B) g/h for full blocks (F FLOP/s, B byte/s, h query heads), twice that
             under a causal mask
         memory: activations, logits and saved tensors divide by N; two blocks of keys and values
+        with `halo`, layers with a window of w tokens exchange the keys and values that queries of
+            other ranks see, instead: at most 2 g D e for each of 2 (w - 1) tokens under head and
+            tail, one all-to-all each way
     Weights, gradients and optimizer state are those of a rank whose data axes are N times as long:
     gradients are summed over `axis` too.
 
@@ -43,7 +46,8 @@ class Ring(Spec):
 
     Differences and limits: rows are filled up to a multiple of N (2 N for head and tail). In a
     simulated step a ring is a gather of keys and values and a scatter of their gradients, of the
-    same bytes, beside the attention block; work is taken as equal, whatever the layout.
+    same bytes, beside the attention block; work is taken as equal, whatever the layout, and rows as
+    one document.
 
     Raises:
         PlanError: `plan/illegal` for a layout that does not exist.
@@ -51,6 +55,7 @@ class Ring(Spec):
 
     axis: str = "cp"
     layout: str = "head_tail"
+    halo: bool = True
 
     def __post_init__(self) -> None:
         tokens_rule(self.layout)  # refuses an unknown one
@@ -61,6 +66,7 @@ class Ring(Spec):
         home = Exchange(collective="reduce_scatter", phase="B", at="after", of="keys_values")
         return (
             tokens_rule(self.layout),
+            *halo_rules(self.halo),
             Rule(
                 pattern=ATTENTION,
                 placement="ring",

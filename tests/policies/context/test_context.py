@@ -13,6 +13,7 @@ from phalanx.cost.table import TableCost
 from phalanx.drive import drive
 from phalanx.errors import PhalanxError
 from phalanx.lower import lower
+from phalanx.lower.attention_exchange import most_wanted
 from phalanx.mesh import Mesh
 from phalanx.models.spec import small_config
 from phalanx.planner.work import model_work
@@ -24,7 +25,7 @@ TOKENS = (24, 16)
 SIZE = 2  # bfloat16; sums of gradients are float32
 CONFIG = small_config(
     vocab_size=13, hidden_size=WIDTH, intermediate_size=16, num_layers=LAYERS, num_heads=HEADS,
-    num_kv_heads=KV_HEADS, head_dim=CHANNELS, dtype="bfloat16",
+    num_kv_heads=KV_HEADS, head_dim=CHANNELS, full_every=1, dtype="bfloat16",
 )  # fmt: skip
 NAMES = ("ring", "all_gather", "ulysses")
 
@@ -56,8 +57,9 @@ def wire_bytes(program, degree, phase):
     )
 
 
-def sizes(tokens=sum(TOKENS)):
-    return (tokens, KV_HEADS, CHANNELS, SIZE)
+def sizes():
+    """What the formulas take: tokens, key and value heads, channels, bytes of an element."""
+    return (sum(TOKENS), KV_HEADS, CHANNELS, SIZE)
 
 
 @pytest.mark.parametrize("degree", [2, 4])
@@ -98,7 +100,7 @@ def test_heads_are_exchanged_for_tokens_and_back(degree):
 def test_key_heads_that_are_fewer_than_ranks_are_sent_to_each_that_needs_them():
     few = small_config(
         vocab_size=13, hidden_size=WIDTH, intermediate_size=16, num_layers=1, num_heads=HEADS,
-        num_kv_heads=2, head_dim=CHANNELS, dtype="bfloat16",
+        num_kv_heads=2, head_dim=CHANNELS, full_every=1, dtype="bfloat16",
     )  # fmt: skip
     program = program_of(("context", "ulysses"), axes={"cp": 4}, config=few, tokens=(8,))
     entering = (HEADS + 2 * 4) * 2 * CHANNELS * SIZE  # two tokens of a rank
@@ -155,6 +157,32 @@ def test_two_axes_share_a_row_by_heads_and_by_places():
     # of twice the tokens, half of the heads
     around = wire_bytes(program, 2, "F")
     assert around == LAYERS * 2 * own * KV_HEADS * CHANNELS * SIZE
+
+
+@pytest.mark.parametrize("name", ["ring", "all_gather"])
+def test_layers_with_a_window_exchange_what_is_seen_of_other_ranks(name):
+    """Two chunks of a rank each give window - 1 tokens to the chunk behind them."""
+    windowed = small_config(
+        vocab_size=13, hidden_size=WIDTH, intermediate_size=16, num_layers=LAYERS, num_heads=HEADS,
+        num_kv_heads=KV_HEADS, head_dim=CHANNELS, window=4, full_every=LAYERS, dtype="bfloat16",
+    )  # fmt: skip
+    axes, tokens = {"cp": 4}, (64,)
+    found = counted(program_of(("context", name), axes=axes, config=windowed, tokens=tokens))
+    halo = 2 * (4 - 1) * 2 * KV_HEADS * CHANNELS
+    for phase, size in (("F", SIZE), ("B", 4)):
+        assert found["all_to_all", phase, halo * size] == LAYERS - 1
+    whole = program_of(
+        ("context", {"name": name, "halo": False}), axes=axes, config=windowed, tokens=tokens
+    )
+    assert counted(whole) == counted(program_of(("context", name), axes=axes, tokens=tokens))
+
+
+@pytest.mark.parametrize(
+    ("layout", "tokens"), [("contiguous", 3), ("head_tail", 6), ("striped", 3 * 16)]
+)
+def test_a_halo_is_as_thin_as_its_layout_lets_it_be(layout, tokens):
+    """Of 16 tokens a rank, window 4: the others see some of it at one edge, at two, everywhere."""
+    assert most_wanted(layout, 4, 64, 4) == tokens
 
 
 def step_s(name, exchange_s):
