@@ -8,6 +8,7 @@ sends until then. Moments and terms as in `cost.step_memory`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from math import ceil
 
 from phalanx.cost.pipeline_parts import Pipeline
@@ -33,9 +34,7 @@ def units_of_ranks(
         config: sizes of a rank of the tensor axis (`cost.local_shapes`).
     """
     return [
-        units_of(
-            config, work, data, mesh, master_bytes, lambda name, at=rank: pipeline.holds(at, name)
-        )
+        units_of(config, work, data, mesh, master_bytes, partial(pipeline.holds, rank))
         for rank in range(pipeline.num_ranks)
     ]
 
@@ -54,16 +53,9 @@ def terms_of_ranks(
     Args:
         units: from `units_of_ranks`.
     """
-    per_stage = saved_of(
-        config,
-        work,
-        recompute,
-        [
-            lambda op, at=stage: at in pipeline.stages_of_operator(op)
-            for stage in range(pipeline.num_stages)
-        ],
-    )
-    sent = config.hidden_size * DTYPE_BYTES[config.dtype]
+    parts = [partial(pipeline.runs, stage) for stage in range(pipeline.num_stages)]
+    per_stage = saved_of(config, work, recompute, parts)
+    sent = float(config.hidden_size * DTYPE_BYTES[config.dtype])
     sent /= work.tensor_degree if work.splits_tokens else 1
     kept = [each.kept + sent for each in per_stage[:-1]] + [per_stage[-1].kept]
     num_items = max(1, ceil(work.num_items))

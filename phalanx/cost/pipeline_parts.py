@@ -75,6 +75,10 @@ class Pipeline:
         is_end = op.op == "head" or op.name == "model.norm"
         return (self.num_stages - 1,) if is_end else (0,)
 
+    def runs(self, stage: int, op: Operator) -> bool:
+        """Whether a stage runs an operator."""
+        return stage in self.stages_of_operator(op)
+
     def stages_of_module(self, name: str) -> Sequence[int]:
         """Which stages hold a module or a tensor, by its canonical name."""
         parts = name.split(".")

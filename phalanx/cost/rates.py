@@ -9,6 +9,7 @@ from phalanx.action import Collective, Compute, Move, Send
 from phalanx.errors import PlanError
 
 # Exchanges of activations are priced as parts of an all-reduce, as `cost.training` does.
+_OF_BLOCKS = ("act:", "grad:", "input:", "keys_values:", "queries:", "heads:")
 _OF_ALL_REDUCE = {"all_gather": 0.5, "reduce_scatter": 0.5, "all_reduce": 1.0}
 
 
@@ -17,13 +18,13 @@ class RatesCost:
     """Seconds that agree, action by action, with the sums of `cost.training.predict`.
 
     Attributes:
-        block_s: (block, phase) -> seconds of one micro-batch; phases "F" and "B".
+        block_s: (block, phase) -> seconds of one micro-batch; phases "F", "B", "I" and "W".
         optimizer_s: of the step's update.
         bytes_per_s: collective -> payload bytes per second, all members at once.
 
     Raises:
-        PlanError: `plan/illegal` when asked for what has no measured rate (messages of pipelines,
-            copies between memories).
+        PlanError: `plan/illegal` when asked for what has no measured rate (copies between
+            memories).
     """
 
     block_s: Mapping[tuple[str, str], float]
@@ -40,18 +41,18 @@ class RatesCost:
         """Payload over the measured rate; activations go by that of an all-reduce."""
         if len(members) < 2:
             return 0.0
-        if action.tensor.startswith(("act:", "grad:", "input:")):
-            share = _OF_ALL_REDUCE[action.collective]
+        if action.tensor.startswith(_OF_BLOCKS):
+            share = _OF_ALL_REDUCE.get(action.collective, 0.5)
             return share * action.payload_bytes / self.bytes_per_s["all_reduce"]
         return action.payload_bytes / self.bytes_per_s[action.collective]
 
     def transfer_s(self, action: Send, source: int, target: int) -> float:
-        """Messages are not measured."""
-        raise _unmeasured("a message between stages")
+        """Payload over the measured rate."""
+        return action.payload_bytes / self.bytes_per_s["p2p"]
 
     def transfer_latency_s(self, action: Send, source: int, target: int) -> float:
-        """Messages are not measured."""
-        raise _unmeasured("a message between stages")
+        """Part of the rate."""
+        return 0.0
 
     def move_s(self, action: Move, rank: int) -> float:
         """Copies between memories are not measured."""

@@ -19,7 +19,8 @@ from phalanx.policy import Exchange, Rule, Spec
 
 RateKey = str
 _REPEATED_BY_SELECTIVE = ("norm", "gate")
-_RING = "ring"  # placement whose exchanges are messages between neighbours
+_OF_HEADS = ("keys_values", "queries", "heads")
+_WANTED = "wanted"  # placement of attention within a window
 
 
 def rate_key(op: Operator, config: DecoderConfig) -> RateKey:
@@ -100,8 +101,7 @@ def priced_exchanges(
 ) -> Iterator[PricedExchange]:
     """Exchanges along tensor and context axes.
 
-    An all-reduce of rows was measured; a gather or a scatter counts half of one, messages of a ring
-    go at the rate of a message. Overlap is not credited.
+    An all-reduce of rows was measured; all else counts half of one. Overlap is not credited.
 
     Args:
         config: a rank's sizes (`cost.local_shapes`).
@@ -118,9 +118,11 @@ def priced_exchanges(
             continue
         kind = "exchange" if spec.family == "tensor" else "context"
         for module in (*blocks, "model.embed_tokens", "lm_head"):
-            rule = spec.rule_for(module)
+            rule = _rule_of(config, spec, module)
             seconds = dict.fromkeys("FB", 0.0)
-            for exchange in rule.exchanges if rule is not None else ():
+            if rule is None:
+                continue
+            for exchange in rule.exchanges:
                 took_s = _exchange_seconds(config, work, module, rule, exchange, degree, value)
                 seconds[exchange.phase] += took_s
                 if recompute == "full" and exchange.phase == "F" and module in blocks:
@@ -133,27 +135,53 @@ def _exchange_seconds(
     config: DecoderConfig,
     work: Workload,
     module: str,
-    rule: Rule | None,
+    rule: Rule,
     exchange: Exchange,
     degree: int,
     value: Mapping[RateKey, float],
 ) -> float:
-    itemsize, own = DTYPE_BYTES[config.dtype], work.tokens / work.context_degree
     if exchange.of in ("activations", "inputs"):
-        payload = own * config.hidden_size * itemsize
+        own = work.tokens / work.context_degree
+        payload = own * config.hidden_size * DTYPE_BYTES[config.dtype]
         whole = exchange.collective == "all_reduce"
         return payload * (1.0 if whole else 0.5) / value["all_reduce"]
-    if exchange.of not in ("keys_values", "queries") or not module.endswith(".self_attn"):
+    if exchange.of not in _OF_HEADS or not module.endswith(".self_attn"):
         return 0.0
-    kind = config.attention(int(module.split(".")[2]))
-    count = 2 * kind.num_kv_heads if exchange.of == "keys_values" else kind.num_heads
-    if exchange.collective == "all_to_all":
-        count = 2 * lcm(kind.num_kv_heads, degree) if exchange.of == "keys_values" else count
-        return own * count * kind.head_dim * itemsize / 2 / value["all_reduce"]
-    of_gradients = exchange.of == "keys_values" and exchange.phase == "B"
-    wide = of_gradients and exchange.at == "after" and rule is not None and rule.reduce_dtype
-    itemsize = DTYPE_BYTES[rule.reduce_dtype] if wide and rule is not None else itemsize
-    payload = work.tokens * count * kind.head_dim * itemsize
-    if rule is not None and rule.placement == _RING:
-        return payload * (degree - 1) / degree / value["p2p"]
-    return payload / 2 / value["all_reduce"]
+    layer = int(module.split(".")[2])
+    return _head_bytes(config, work, layer, rule, exchange, degree) / 2 / value["all_reduce"]
+
+
+def _head_bytes(
+    config: DecoderConfig,
+    work: Workload,
+    layer: int,
+    rule: Rule,
+    exchange: Exchange,
+    degree: int,
+) -> float:
+    """Keys and values, queries, or all of them: of the whole row where they are gathered or summed;
+    of a rank's own tokens where heads change places; behind a window of those that others see, at
+    most two windows of a row (`policies.context`)."""
+    kind, itemsize = config.attention(layer), DTYPE_BYTES[config.dtype]
+    own, num_tokens, key_value = work.tokens / work.context_degree, work.tokens, kind.num_kv_heads
+    is_sum = exchange.collective == "reduce_scatter"
+    if rule.placement == _WANTED:
+        seen = 2 * ((kind.window or 1) - 1) * work.num_items
+        num_tokens, is_sum = min(own, seen), exchange.phase == "B"
+    elif exchange.collective == "all_to_all":
+        num_tokens, key_value = own, lcm(key_value, degree)
+    if is_sum:
+        itemsize = DTYPE_BYTES.get(rule.reduce_dtype, max(itemsize, 4))
+    count = 0 if exchange.of == "keys_values" else kind.num_heads
+    count += 0 if exchange.of == "queries" else 2 * key_value
+    return num_tokens * count * kind.head_dim * itemsize
+
+
+def _rule_of(config: DecoderConfig, spec: Spec, module: str) -> Rule | None:
+    """Of a module; attention within a window may have a rule of its own."""
+    parts = module.split(".")
+    if parts[-1] == "self_attn" and config.attention(int(parts[2])).window is not None:
+        rule = spec.rule_for(f"{module}.window")
+        if rule is not None and rule.placement == _WANTED:
+            return rule
+    return spec.rule_for(module)

@@ -120,8 +120,8 @@ def _stages(
     idle = bubble_micro_batches(row["schedule"], pipeline, row["virtual"], row["num_micro"])
     messages = 2 * row["virtual"] * (row["num_micro"] + idle)
     message_s = parts["pipeline"] / float(messages)
-    passes = (column[:, None, None] for column in (forward, backward, weight))
-    return _Stages(*passes, message_s)
+    forward, backward, weight = (column[:, None, None] for column in (forward, backward, weight))
+    return _Stages(forward, backward, weight, message_s)
 
 
 def chunk_layers(num_layers: int, chunks: int) -> np.ndarray:

@@ -19,7 +19,7 @@ from phalanx.action import Action, Collective, Program
 from phalanx.cost.local_shapes import local_config
 from phalanx.cost.rates import RatesCost
 from phalanx.cost.step_work import Workload
-from phalanx.cost.training import Prediction, Priced, predict, priced_operators
+from phalanx.cost.training import Pipeline, Prediction, Priced, predict, priced_operators
 from phalanx.drive import drive
 from phalanx.lower import lower
 from phalanx.models.config import DTYPE_BYTES, DecoderConfig
@@ -33,8 +33,14 @@ from phalanx.worlds.sim import SimWorld
 # A simulated step further from the predicted seconds than this is explained.
 AGREES_FRAC = 0.05
 _EXCHANGES = ("gather", "reduce", "exchange")
-_PASSES = {"F": "forward", "B": "backward", "O": "optimizer"}
-_UNNAMED_BLOCK = "model.embed_tokens"  # what belongs to no block is computed before the layers
+_PASSES = {
+    "F": "forward",
+    "B": "backward",
+    "I": "input gradients",
+    "W": "weight gradients",
+    "O": "optimizer",
+}
+_RATED = ("all_gather", "reduce_scatter", "all_reduce", "p2p")
 
 
 @dataclass(frozen=True)
@@ -87,7 +93,7 @@ def step_forecast(plan: Plan, config: DecoderConfig, work: Workload) -> StepFore
         PlanError: `plan/illegal` for a program that needs what has no measured rate.
     """
     role, value = plan.program("train"), dict(plan.hardware["rates"])
-    mesh = role.grid()
+    mesh, pipeline = role.grid(), pipeline_of(role, config)
     prediction = predict(
         config,
         work,
@@ -96,17 +102,17 @@ def step_forecast(plan: Plan, config: DecoderConfig, work: Workload) -> StepFore
         mesh=mesh,
         master_bytes=DTYPE_BYTES[role.dtypes["master"]],
         recompute=role.recompute,
-        pipeline=pipeline_of(role, config),
+        pipeline=pipeline,
     )
     num_items = max(1, round(work.num_items))
-    pieces = _pieces(config, work, value, role.recompute, num_items)
+    pieces = _pieces(config, work, value, role.recompute, num_items, pipeline)
     cost = RatesCost(
         block_s={key: sum(each.dur_s for each in found) for key, found in pieces.items()},
         optimizer_s=prediction.seconds["optimizer"],
-        bytes_per_s={k: value[k] for k in ("all_gather", "reduce_scatter", "all_reduce")},
+        bytes_per_s={k: value[k] for k in _RATED if k in value},
     )
     overlaps = role.device != "cpu"
-    program = _program(role, config, work, num_items, overlaps=overlaps)
+    program = _program(role, config, work, pipeline, overlaps=overlaps)
     played = drive(SimWorld(mesh, cost, job=plan.job), program=program)
     counts = {"micro_batches": num_items, "mean_micro_batches": work.num_items}
     trace = _named(played, pieces, {"overlaps": overlaps, **counts})
@@ -131,21 +137,43 @@ def _pieces(
     value: Mapping[str, float],
     recompute: str,
     num_items: int,
+    pipeline: Pipeline,
 ) -> _Pieces:
-    """(block, phase) -> its operators in the order in which they run."""
+    """(block, phase) -> its operators in the order in which they run.
+
+    Tables of positions belong to no block: they are made before the first one of every stage.
+    """
+    firsts = [_first_block(pipeline, stage) for stage in range(pipeline.num_stages)]
     forward: dict[str, list[_Piece]] = {}
     backward: dict[str, list[_Piece]] = {}
     again: dict[str, list[_Piece]] = {}
+    inputs: dict[str, list[_Piece]] = {}
+    weights: dict[str, list[_Piece]] = {}
     local = local_config(config, work.tensor_degree)
     for priced in priced_operators(local, work, value, recompute):
-        block = _UNNAMED_BLOCK if priced.operator.op == "rope" else block_of(priced.operator)
-        forward.setdefault(block, []).append(_piece(priced, priced.forward_s / num_items))
-        backward.setdefault(block, []).append(_piece(priced, priced.backward_s / num_items))
-        if priced.again_s:
-            again.setdefault(block, []).append(_piece(priced, priced.again_s / num_items))
-    return {(block, "F"): found for block, found in forward.items()} | {
-        (block, "B"): again.get(block, []) + found[::-1] for block, found in backward.items()
-    }
+        weight_s = priced.weight_s(trains_all=work.lora is None)
+        left_s = priced.backward_s - weight_s
+        for block in firsts if priced.operator.op == "rope" else [block_of(priced.operator)]:
+            forward.setdefault(block, []).append(_piece(priced, priced.forward_s / num_items))
+            backward.setdefault(block, []).append(_piece(priced, priced.backward_s / num_items))
+            inputs.setdefault(block, []).append(_piece(priced, left_s / num_items))
+            if weight_s:
+                weights.setdefault(block, []).append(_piece(priced, weight_s / num_items))
+            if priced.again_s:
+                again.setdefault(block, []).append(_piece(priced, priced.again_s / num_items))
+    passes = {(block, "F"): found for block, found in forward.items()}
+    for block, found in backward.items():
+        passes[block, "B"] = again.get(block, []) + found[::-1]
+        passes[block, "W"] = weights.get(block, [])[::-1]
+        passes[block, "I"] = again.get(block, []) + inputs[block][::-1]
+    return passes
+
+
+def _first_block(pipeline: Pipeline, stage: int) -> str:
+    if stage == 0:
+        return "model.embed_tokens"
+    start, stop = pipeline.stages[stage]
+    return f"model.layers.{start}.self_attn" if stop > start else "model.norm"
 
 
 def _piece(priced: Priced, dur_s: float) -> _Piece:
@@ -153,13 +181,19 @@ def _piece(priced: Priced, dur_s: float) -> _Piece:
 
 
 def _program(
-    role: RoleProgram, config: DecoderConfig, work: Workload, num_items: int, *, overlaps: bool
+    role: RoleProgram, config: DecoderConfig, work: Workload, pipeline: Pipeline, *, overlaps: bool
 ) -> Program:
+    num_items = max(1, round(work.num_items))
     tokens = round(work.tokens / num_items)
     step = model_work(config, (tokens,) * num_items, lora=work.lora)
     mesh, specs = role.grid(), role.built_specs()
-    order = build("pipeline", {"name": "1f1b"})  # one stage: forward and backward take turns
-    program = lower(step, mesh, order, specs)
+    # of one stage forward and backward take turns
+    order = pipeline.order or build("pipeline", {"name": "1f1b"})
+    stages: list[list[str]] = [[] for _ in range(pipeline.num_stages)]
+    for unit in step.units:
+        is_head = unit.name == "lm_head"
+        stages[-1 if is_head else pipeline.stages_of_module(unit.name)[0]].append(unit.name)
+    program = lower(step, mesh, order, specs, stages=stages)
     kept = {
         unit.name
         for unit in step.units
