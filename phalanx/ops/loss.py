@@ -36,6 +36,8 @@ def counted_cross_entropy(
     soft_cap: float | None = None,
     chunk_bytes: int = _CHUNK_BYTES,
     part: VocabularyPart | None = None,
+    label_smoothing: float = 0.0,
+    ignore_index: int | None = None,
 ) -> Tensor:
     """Sum of -log p(target) over the counted positions, divided by the global number of them.
 
@@ -56,6 +58,10 @@ def counted_cross_entropy(
         chunk_bytes: bound on the logits held at once, in the dtype of `hidden_SD`.
         part: of the vocabulary, whose ranks all pass the same rows. Instead of logits they exchange
             three numbers per row, and once the gradient of the rows, summed.
+        label_smoothing: share of the target that all V tokens have in equal parts, as
+            `F.cross_entropy` has it; V is the whole vocabulary, also with `part`.
+        ignore_index: positions with this target do not count; who counts for the divisor leaves
+            them out too. None: there are none.
 
     Returns:
         A scalar, float32 (float64 for float64 inputs); with `part`, the same on all its ranks.
@@ -63,10 +69,13 @@ def counted_cross_entropy(
     Source of the split: Shoeybi et al., arXiv 1909.08053, section 3.
     """
     needs = torch.is_grad_enabled() and (hidden_SD.requires_grad or head_VD.requires_grad)
+    if ignore_index is not None:
+        is_target_N = targets_N != ignore_index
+        counted_N, targets_N = counted_N[is_target_N], targets_N[is_target_N]
     rows_ND = hidden_SD.index_select(0, counted_N)
     if part is not None:
         rows_ND = enter(rows_ND, part.group)
-    split = _Split(soft_cap, chunk_bytes, part)
+    split = _Split(soft_cap, chunk_bytes, part, label_smoothing)
     total = _CrossEntropySum.apply(rows_ND, head_VD, targets_N, split, needs)
     return total / num_counted_global
 
@@ -96,11 +105,13 @@ def _wide(x: Tensor) -> torch.dtype:
 
 
 class _Split(NamedTuple):
-    """How the logits are computed: capped, so many bytes at once, of a part of the vocabulary."""
+    """How the logits are computed: capped, so many bytes at once, of a part of the vocabulary; and
+    which share of a target is spread over it."""
 
     soft_cap: float | None
     chunk_bytes: int
     part: VocabularyPart | None
+    smoothing: float = 0.0
 
     def chunks(
         self, rows_ND: Tensor, head_VD: Tensor, targets_N: Tensor
@@ -140,7 +151,9 @@ class _Chunk:
     """
 
     def __init__(self, rows_nD: Tensor, head_VD: Tensor, targets_n: Tensor, split: _Split) -> None:
-        self.soft_cap = split.soft_cap
+        self.soft_cap, self.smoothing = split.soft_cap, split.smoothing
+        num_tokens = head_VD.shape[0] if split.part is None else split.part.num_tokens
+        self.spread = split.smoothing / num_tokens  # of a target on every token
         self.targets_n1 = targets_n[:, None] - (0 if split.part is None else split.part.first)
         size = max(256, _TILE_ELEMENTS // max(1, rows_nD.shape[0]))
         self.tiles: list[tuple[int, Tensor]] = []
@@ -158,19 +171,25 @@ class _Chunk:
     def _take(
         self, start: int, raw_nv: Tensor, peak_n1: Tensor, sum_n1: Tensor, target_n1: Tensor
     ) -> None:
-        """A tile into the running peak, sum of exponentials below it and target's logit."""
-        if native.serves(raw_nv):
+        """A tile into the running peak, sum of exponentials below it and target's logit: with
+        smoothing, the mean logit under the smoothed target."""
+        if self._is_native(raw_nv):
             native.loss_tile_(
                 raw_nv, self.targets_n1, start, self.soft_cap, peak_n1, sum_n1, target_n1
             )
             return
         logits_nv = _capped(raw_nv, self.soft_cap)
         at_n1, inside_n1 = self._targets_in(start, raw_nv.shape[1])
-        target_n1 += logits_nv.gather(1, at_n1) * inside_n1
+        target_n1 += (1.0 - self.smoothing) * logits_nv.gather(1, at_n1) * inside_n1
+        if self.smoothing:
+            target_n1 += self.spread * logits_nv.sum(-1, keepdim=True)
         higher_n1 = torch.maximum(peak_n1, logits_nv.amax(-1, keepdim=True))
         sum_n1 *= (peak_n1 - higher_n1).exp()
         sum_n1 += logits_nv.sub_(higher_n1).exp_().sum(-1, keepdim=True)
         peak_n1.copy_(higher_n1)
+
+    def _is_native(self, raw_nv: Tensor) -> bool:
+        return not self.smoothing and native.serves(raw_nv)
 
     def _targets_in(self, start: int, size: int) -> tuple[Tensor, Tensor]:
         """Where in the tile each row's target is (clamped), and whether it is there at all."""
@@ -183,7 +202,7 @@ class _Chunk:
         Once: a compiled form writes over the logits.
         """
         for start, raw_nv in self.tiles:
-            if native.serves(raw_nv):
+            if self._is_native(raw_nv):
                 yield (
                     start,
                     native.loss_tile_gradient_(
@@ -195,7 +214,9 @@ class _Chunk:
             slope = None if self.soft_cap is None else 1.0 - (logits_nv / self.soft_cap).square()
             grad_nv = logits_nv.sub_(self.lse_n1).exp_()
             at_n1, inside_n1 = self._targets_in(start, raw_nv.shape[1])
-            grad_nv.scatter_add_(1, at_n1, -inside_n1.to(grad_nv.dtype))
+            grad_nv.scatter_add_(1, at_n1, (self.smoothing - 1.0) * inside_n1.to(grad_nv.dtype))
+            if self.smoothing:
+                grad_nv -= self.spread
             if slope is not None:
                 grad_nv *= slope
             yield start, grad_nv.to(raw_nv.dtype)

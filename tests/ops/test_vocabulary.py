@@ -78,6 +78,54 @@ def test_loss_of_parts_equals_plain_cross_entropy(degree):
         torch.testing.assert_close(joined, head_grad_VD, rtol=1e-11, atol=1e-12)
 
 
+SMOOTHED, IGNORED = 0.1, -100
+
+
+def with_ignored(targets_N: Tensor) -> Tensor:
+    targets_N = targets_N.clone()
+    targets_N[5:8] = IGNORED
+    return targets_N
+
+
+def smoothed_losses(rank: int, world_size: int) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """As `losses_of`, with smoothed targets, some of which do not count."""
+    loss_module._TILE_ELEMENTS = 2048
+    part = VocabularyPart(dist.group.WORLD, VOCAB)
+    found = []
+    for scale in LOGIT_SCALES:
+        for soft_cap in SOFT_CAPS:
+            hidden_SD, whole_VD, counted_N, targets_N = tensors(scale)
+            head_vD = part_of(part, rank, whole_VD)
+            loss = counted_cross_entropy(
+                hidden_SD, head_vD, counted_N, with_ignored(targets_N),
+                num_counted_global=DIVISOR, soft_cap=soft_cap, chunk_bytes=CHUNK_BYTES[1],
+                part=part if world_size > 1 else None, label_smoothing=SMOOTHED,
+                ignore_index=IGNORED,
+            )  # fmt: skip
+            found.append((loss.detach(), *torch.autograd.grad(loss, (hidden_SD, head_vD))))
+    return found
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("degree", [1, 2, 4])
+def test_smoothed_targets_of_parts_are_those_of_the_whole_vocabulary(degree):
+    ranks = run_ranks(smoothed_losses, degree, backend="logged_gloo")
+    cases = [(scale, soft_cap) for scale in LOGIT_SCALES for soft_cap in SOFT_CAPS]
+    for at, (scale, soft_cap) in enumerate(cases):
+        hidden_SD, head_VD, counted_N, targets_N = tensors(scale)
+        logits_NV = hidden_SD[counted_N] @ head_VD.t()
+        if soft_cap is not None:
+            logits_NV = soft_cap * torch.tanh(logits_NV / soft_cap)
+        options = {"reduction": "sum", "label_smoothing": SMOOTHED, "ignore_index": IGNORED}
+        loss = F.cross_entropy(logits_NV, with_ignored(targets_N), **options) / DIVISOR
+        hidden_grad_SD, head_grad_VD = torch.autograd.grad(loss, (hidden_SD, head_VD))
+        for of_rank in ranks:
+            torch.testing.assert_close(of_rank[at][0], loss.detach(), rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(of_rank[at][1], hidden_grad_SD, rtol=1e-11, atol=1e-12)
+        joined = torch.cat([of_rank[at][2] for of_rank in ranks])
+        torch.testing.assert_close(joined, head_grad_VD, rtol=1e-11, atol=1e-12)
+
+
 def narrow_losses(rank: int, world_size: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     part = VocabularyPart(dist.group.WORLD, VOCAB)
     hidden_SD, whole_VD, counted_N, targets_N = tensors(1.0)
