@@ -16,11 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from phalanx.layout.context_part import ContextPart
 from phalanx.layout.token_layout import KeysSeen
-from phalanx.ops.partial_attention import (
-    output_slope,
-    partial_attention,
-    partial_attention_backward,
-)
+from phalanx.ops.partial_attention import partial_attention, partial_attention_backward
 
 
 def _stretch(
@@ -52,10 +48,9 @@ class GatheredAttention(torch.autograd.Function):
     def backward(ctx, grad_cHC):
         q_cHC, k_SKC, v_SKC, out_cHC, lse_cH = ctx.saved_tensors
         part, group, scale, window, sum_dtype = ctx.options
-        delta_cH = output_slope(grad_cHC, out_cHC)
         seen = part.row_seen(window)
         grads = partial_attention_backward(
-            grad_cHC, q_cHC, k_SKC, v_SKC, lse_cH, delta_cH, seen, scale=scale
+            grad_cHC, q_cHC, k_SKC, v_SKC, out_cHC, lse_cH, seen, scale=scale
         )
         at_S = torch.from_numpy(part.layout.permutation_S).to(grad_cHC.device)
         by_rank = [x[at_S].to(sum_dtype).unflatten(0, (group.size(), -1)) for x in grads[1:]]
@@ -87,9 +82,8 @@ class WantedAttention(torch.autograd.Function):
     def backward(ctx, grad_cHC):
         q_cHC, k_TKC, v_TKC, out_cHC, lse_cH = ctx.saved_tensors
         wanted, group, scale = ctx.options
-        delta_cH = output_slope(grad_cHC, out_cHC)
         grad_q_cHC, *grads = partial_attention_backward(
-            grad_cHC, q_cHC, k_TKC, v_TKC, lse_cH, delta_cH, wanted.seen, scale=scale
+            grad_cHC, q_cHC, k_TKC, v_TKC, out_cHC, lse_cH, wanted.seen, scale=scale
         )
         at_T = torch.from_numpy(np.argsort(wanted.order)).to(grad_cHC.device)
         grad_TLC = torch.cat(grads, dim=1)[at_T]

@@ -13,12 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from phalanx.ops.partial_attention import (
-    add_partial_,
-    output_slope,
-    partial_attention,
-    partial_attention_backward,
-)
+from phalanx.ops.partial_attention import partial_attention, partial_attention_backward
+from phalanx.ops.partial_sum import add_partial_
 
 
 class _Hop:
@@ -65,7 +61,6 @@ class RingAttention(torch.autograd.Function):
         q_cHC, k_cKC, v_cKC, out_cHC, lse_cH = ctx.saved_tensors
         part, group, scale, window = ctx.options
         size, rank = group.size(), group.rank()
-        delta_cH = output_slope(grad_cHC, out_cHC)
         grad_q_cHC = torch.zeros_like(q_cHC, dtype=lse_cH.dtype)
         kv, own, travelling = torch.stack([k_cKC, v_cKC]), None, None
         for step in range(size):
@@ -74,7 +69,7 @@ class RingAttention(torch.autograd.Function):
             grad_kv = torch.zeros_like(kv, dtype=lse_cH.dtype)
             if seen.num_pairs:
                 more = partial_attention_backward(
-                    grad_cHC, q_cHC, *kv, lse_cH, delta_cH, seen, scale=scale
+                    grad_cHC, q_cHC, *kv, out_cHC, lse_cH, seen, scale=scale
                 )
                 grad_q_cHC += more[0]
                 grad_kv = torch.stack(more[1:])

@@ -67,9 +67,9 @@ def largest_error(expected, tensors, part, attend, window):
 
 def errors_of_exchanges(rank, world_size):
     """(exchange, layout, case) -> largest error."""
-    cases = {"causal": (S, (0,), None), "packed": (S, PACKED, 40)}
+    cases = {"packed": (S, PACKED, 40)}
     if world_size == 2:
-        cases |= {"example": (16, EXAMPLE, None)}
+        cases |= {"causal": (S, (0,), None), "example": (16, EXAMPLE, None)}
     found = {}
     for case, (num_tokens, starts, window) in cases.items():
         tensors = inputs(num_tokens)
@@ -88,7 +88,7 @@ def errors_of_exchanges(rank, world_size):
 def test_every_exchange_of_every_layout_is_the_attention_of_one_process(world_size):
     """With 4 ranks and 2 key/value heads, each of those is on two ranks of the all-to-all."""
     for found in run_ranks(errors_of_exchanges, world_size):
-        assert len(found) >= 40
+        assert len(found) == (60 if world_size == 2 else 20)
         assert max(found.values()) < 1e-12, {k: e for k, e in found.items() if e >= 1e-12}
 
 

@@ -8,12 +8,8 @@ import torch
 from phalanx.layout.token_layout import LAYOUTS, KeysSeen, token_layout
 from phalanx.ops import native
 from phalanx.ops.attention import Documents, packed_attention
-from phalanx.ops.partial_attention import (
-    add_partial_,
-    output_slope,
-    partial_attention,
-    partial_attention_backward,
-)
+from phalanx.ops.partial_attention import partial_attention, partial_attention_backward
+from phalanx.ops.partial_sum import add_partial_
 
 S, H, K, C = 264, 4, 2, 8
 COMPILED = 32  # channels, of which compiled attention takes multiples
@@ -61,10 +57,9 @@ def by_rounds(tensors, layout, bounds, window):
             assert (part[0][unseen] == 0).all() and (part[1][unseen] == -torch.inf).all()
             add_partial_(*so_far, *part)
         out[queries], lse[queries] = so_far
-        slope = output_slope(grad[queries], so_far[0])
         for keys, seen in zip(parts, masks):
             more = partial_attention_backward(
-                grad[queries], q[queries], k[keys], v[keys], so_far[1], slope, seen, scale=0.3
+                grad[queries], q[queries], k[keys], v[keys], *so_far, seen, scale=0.3
             )
             for total, rows, add in zip(grads, (queries, keys, keys), more):
                 total[rows] += add
