@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -48,7 +48,7 @@ class TrainModel:
         lora: of the adapters; None: all parameters are trained.
         stages: which stages of a pipeline this rank holds; None: the whole model.
         context: how ranks share the tokens of a row; None: a rank computes all of them.
-        compute_dtype: of activations, as torch prints it.
+        compute_dtype: of activations, as torch prints it; master_dtype: of what is updated.
     """
 
     decoder: Decoder
@@ -58,6 +58,7 @@ class TrainModel:
     stages: BoundStages | None = None
     context: BoundContext | None = None
     compute_dtype: str = "float32"
+    master_dtype: str = "float32"
 
     @property
     def counts_loss(self) -> bool:
@@ -187,7 +188,11 @@ def bind_model(job: Job, role: RoleProgram, config: DecoderConfig, mesh: DeviceM
         _require_whole_stages(specs["data"])
     stored = config.dtype
     if lora is None:
-        stored = stored_dtype(specs["data"], dtypes["master"], dtypes["compute"])
+        stored = dtypes["compute"]
+        if job.plan.offload == "none" or any(map(_shards, specs["data"])):
+            stored = stored_dtype(specs["data"], dtypes["master"], dtypes["compute"])
+    # an optimizer whose state is elsewhere keeps master copies there
+    masters = dtypes["master"] if lora is None and job.plan.offload == "none" else ""
     parts = None if stages is None else list(stages.parts.values())
     decoder = Decoder(config.with_dtype(stored), device="meta", parts=parts)
     if lora is not None:
@@ -202,14 +207,19 @@ def bind_model(job: Job, role: RoleProgram, config: DecoderConfig, mesh: DeviceM
         context=() if context is None else context.axes,
         param_dtype=dtypes["compute"],
         reduce_dtype=dtypes["reduce"],
-        master_dtype=dtypes["master"] if lora is None else "",
+        master_dtype=masters,
     )
-    return TrainModel(decoder, data, tensor, lora, stages, context, dtypes["compute"])
+    model = TrainModel(decoder, data, tensor, lora, stages, context)
+    return replace(model, compute_dtype=dtypes["compute"], master_dtype=dtypes["master"])
+
+
+def _shards(spec: Spec) -> bool:
+    return spec.rules()[-1].placement == "shard"
 
 
 def _require_whole_stages(data: Sequence[Spec]) -> None:
     """Sharded weights would be gathered at every visit of a stage, twice per micro-batch."""
-    names = [spec.policy_name for spec in data if spec.rules()[-1].placement == "shard"]
+    names = [spec.policy_name for spec in data if _shards(spec)]
     if names:
         rule = "gathers weights at every visit of a stage of a pipeline, in the way of its messages"
         legal = ["zero with stage 1 or 2", "replicate"]

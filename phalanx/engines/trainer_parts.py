@@ -8,6 +8,7 @@ from math import lcm
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from phalanx.cost.training import counted_weight, row_multiple
@@ -18,6 +19,7 @@ from phalanx.engines.checkpoint import Checkpoints, Progress, restore, restore_l
 from phalanx.engines.evaluate import HeldOut
 from phalanx.engines.fingerprint import Fingerprints
 from phalanx.engines.guard import Guard
+from phalanx.engines.offload import make_optimizer
 from phalanx.engines.operator_profile import OperatorProfile
 from phalanx.engines.optim import ShardedAdamW
 from phalanx.engines.process import Process
@@ -88,8 +90,11 @@ class Parts:
             rows=self.rows,
         )
         stages = self.model.stages
-        self.optimizer = ShardedAdamW(
+        self.optimizer: ShardedAdamW = make_optimizer(
             self.model.data.named_held(self.model.decoder.named_parameters()),
+            offload=inputs.job.plan.offload,
+            folder=inputs.folder,
+            master=getattr(torch, self.model.master_dtype),
             weight_decay=train.weight_decay,
             clip_norm=train.clip_norm,
             betas=(train.beta1, train.beta2),
