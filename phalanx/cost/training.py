@@ -185,7 +185,8 @@ class _Passes:
 
     Attributes:
         of_rank: operator kind or exchange -> seconds, of each rank of the pipeline.
-        forward_s, backward_s, weight_s: of each stage; weight gradients are part of backward.
+        forward_s, backward_s, weight_s: of each stage; weight gradients are part of backward: on
+            the first stage all of it, since torch makes what enters it no gradient of its own.
     """
 
     of_rank: Sequence[dict[str, float]]
@@ -224,6 +225,7 @@ def _passes(
         add(stage, exchange.kind, exchange.forward_s + exchange.backward_s)
         forward_s[stage] += exchange.forward_s
         backward_s[stage] += exchange.backward_s
+    weight_s[0] = backward_s[0]
     return _Passes(of_rank, forward_s, backward_s, weight_s)
 
 

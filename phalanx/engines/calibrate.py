@@ -28,6 +28,7 @@ from phalanx.planner.here import device_here, row_plan, tensor_bytes, training_s
 from phalanx.planner.training_shape import require_items
 
 FORMAT_VERSION = 5
+_TIMEOUT_S = 120.0  # where every process has a core
 _WORKER = "phalanx.engines.operator_bench"
 
 
@@ -67,7 +68,9 @@ def calibrate(
             task, answer = Path(folder) / "task.json", Path(folder) / "answer.json"
             task.write_text(json.dumps(made_of))
             start_s = perf_counter()
-            launch_local(_WORKER, [str(task), str(answer)], num_processes, timeout_s=120.0)
+            crowded = max(1.0, num_processes / num_cores()) if device == "cpu" else 1.0
+            timeout_s = _TIMEOUT_S * crowded
+            launch_local(_WORKER, [str(task), str(answer)], num_processes, timeout_s=timeout_s)
             rates = json.loads(answer.read_text())
         timed = [rate for rate in rates.values() if rate["cpu_value"]]
         table = {

@@ -166,6 +166,8 @@ def _pieces(
         passes[block, "B"] = again.get(block, []) + found[::-1]
         passes[block, "W"] = weights.get(block, [])[::-1]
         passes[block, "I"] = again.get(block, []) + inputs[block][::-1]
+        if pipeline.stages_of_module(block)[0] == 0:  # torch makes what enters it no gradient
+            passes[block, "W"], passes[block, "I"] = passes[block, "B"], []
     return passes
 
 
