@@ -163,7 +163,7 @@ class PlanSection:
         0, "how many devices to use (0: all of the cluster)", low=0, high=MAX_DEVICES
     )
     mesh: Mapping[str, int] = key({}, "axis sizes, outermost first; must multiply to the devices")
-    pipeline: Any = key("gpipe", "schedule: a name, or a table with its options", kind=_POLICY)
+    pipeline: Any = key("1f1b", "schedule: a name, or a table with its options", kind=_POLICY)
     stages: tuple = key(
         (), "layers of each pipeline stage (empty: split by weight)", kind=tuple[int, ...]
     )
