@@ -123,7 +123,8 @@ class Parts:
             loss=load_loss(train.loss) if train.loss else None,
             record=self.fingerprints,
         )
-        units = {unit.name: unit.module for unit in self.model.data.units if unit.name}
+        layers = self.model.decoder.model.layers.items()
+        units = {f"model.layers.{at}": layer for at, layer in layers}
         self.profile = OperatorProfile(process.rank, units, device)
         self.checkpoints = self._checkpoints(on_saved, on_not_saved)
 
