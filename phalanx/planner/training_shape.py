@@ -194,6 +194,10 @@ def _stages(job: Job, config: DecoderConfig, num_stages: int, degree: int) -> Se
     if len(given) != num_stages or ends[-1] != config.num_layers or min(given) < 0:
         rule = f"must hold {config.num_layers} layers in {num_stages} stages"
         raise PlanError("plan/illegal", "plan.stages", given, rule, legal=legal)
+    needed = given[1:-1] if job.train.method != "lora" else given  # ends may hold a table alone
+    if 0 in needed:
+        rule = "has a stage without anything to train"
+        raise PlanError("plan/illegal", "plan.stages", given, rule, legal=legal)
     if not set(ends) <= set(legal_cuts(config)):
         rule = "cuts off layers that use keys, values or embeddings of another stage"
         raise PlanError("plan/illegal", "plan.stages", given, rule, legal=legal)

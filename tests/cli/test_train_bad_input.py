@@ -134,7 +134,6 @@ def test_a_template_that_cannot_be_rendered_is_named(refused, tmp_path):
     [
         ({"plan.mesh": "{tp=2}", "plan.tensor": "megatron"}, "plan.mesh.tp = 2"),
         ({"plan.mesh": "{shard=3}"}, "plan.mesh"),
-        ({"plan.mesh": "{pp=2}"}, "plan.mesh.pp"),
         ({"plan.on": "8xh100"}, "plan.on = 8xh100"),
         ({"data.max_tokens": 12}, "data.too_long"),
         ({"train.adapter": "/nowhere"}, "/nowhere"),
@@ -147,6 +146,41 @@ def test_a_template_that_cannot_be_rendered_is_named(refused, tmp_path):
 )
 def test_a_job_that_cannot_run_says_which_key_and_what_is_legal(refused, flags, told):
     assert told in refused(flags=flags)
+
+
+FULL = {"train.method": "full", "plan.mesh": "{pp=2}"}
+RING = {"plan.mesh": "{cp=2}", "plan.context": "ring"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "told", "nearest"),
+    [
+        # three layers, of which embedding and head may stand alone
+        (FULL | {"plan.pipeline": "{name='hanayo', waves=2}"}, "plan.pipeline = 8", "5, 4"),
+        (FULL | {"plan.stages": "[2, 2]"}, "plan.stages = [2, 2]", "[2, 1]"),
+        (FULL | {"plan.stages": "[1, 1, 1]"}, "plan.stages", "[2, 1]"),
+        # a step of 300 tokens is two rows of 256
+        (
+            FULL | {"plan.pipeline": "dualpipe_v", "plan.row_tokens": 256},
+            "train.global_batch_tokens = 300: a step has 2 micro-batches",
+            "1024",
+        ),
+        (
+            RING | {"plan.row_tokens": 98},
+            "plan.row_tokens = 98: must be a multiple of 4",
+            "96, 100",
+        ),
+        (RING | {"plan.context": "ulysses"}, "plan.mesh.cp = 2: cannot share 3 query", "1, 3"),
+        (RING | {"plan.context": "rings"}, "rings", "ring"),
+        ({"plan.mesh": "{cp=2}"}, "plan.mesh.cp = 2", "1"),
+        ({"plan.mesh": "{replicate=2}", "plan.context": "ring"}, "plan.context", "replicate"),
+        ({"plan.mesh": "{shard=2}", "plan.data": "zero"}, "plan.data = zero", "replicate"),
+    ],
+)
+def test_axes_that_a_job_cannot_take_name_the_nearest_that_it_can(refused, flags, told, nearest):
+    line = refused(flags=flags)
+    assert told in line, line
+    assert nearest in line.partition("nearest legal values: ")[2], line
 
 
 def test_a_disk_without_room_is_seen_first(refused, monkeypatch):

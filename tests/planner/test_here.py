@@ -46,12 +46,53 @@ def test_sequence_parallelism_is_read_from_the_rules():
         ({"tp": 4}, {}, "plan.mesh.tp"),  # no policy uses it
         ({"tp": 3}, {"tensor": "megatron", "devices": 3}, "plan.mesh.tp"),
         ({"shard": 4}, {"tensor": "megatron"}, "plan.tensor"),
+        ({"tp": 2, "cp": 4}, {"tensor": "megatron", "context": "ulysses", "devices": 8}, "cp"),
+        ({"shard": 4}, {"data": "zero"}, "plan.data"),  # of adapters
     ],
 )
 def test_what_training_cannot_run_is_refused_with_its_place(mesh, plan, where):
     with pytest.raises(PlanError) as raised:
         shape(mesh, **plan)
-    assert raised.value.code == "plan/illegal" and where in str(raised.value)
+    assert raised.value.code in ("plan/illegal", "layout/divide") and where in str(raised.value)
+
+
+def test_a_pipeline_has_a_schedule_and_stages_of_all_layers():
+    job, found = shape({"replicate": 2, "pp": 2}, pipeline="1f1b", devices=4)
+    assert (found.pipeline_degree, found.num_data_ranks, found.tensor_degree) == (2, 2, 1)
+    assert found.order_table == {"family": "pipeline", "name": "1f1b"}
+    assert [(stage.start, stage.stop) for stage in found.stages] == [(0, 1), (1, 2)]
+    assert [spec.policy_name for spec in found.specs] == ["replicate"]  # though nobody named it
+    assert row_plan(job, 10, found, "cuda")["row_multiple"] == 1
+
+
+def test_context_ranks_deal_the_same_rows_and_sum_their_gradients():
+    job, found = shape({"cp": 2}, context="ring", devices=2)
+    assert (found.context_degree, found.num_data_ranks) == (2, 1)
+    assert [spec.family for spec in found.specs] == ["data", "context"]
+    assert row_plan(job, 10, found, "cuda")["row_multiple"] == 4
+    tensor = {"name": "megatron", "sequence_parallel": True}
+    job, found = shape({"cp": 2, "tp": 2}, context="all_gather", tensor=tensor, devices=4)
+    assert row_plan(job, 10, found, "cuda")["row_multiple"] == 8
+    two = [{"name": "ulysses", "axis": "heads"}, {"name": "ring", "axis": "cp"}]
+    _, found = shape({"cp": 2, "heads": 2}, context=two, devices=4)
+    assert found.context_degree == 4 and found.token_parts == 8
+
+
+def test_stages_keep_masters_where_computing_takes_another_dtype():
+    for mesh, name in (({"pp": 2}, "zero"), ({"cp": 2}, "fsdp")):
+        flags = {"model.name": "m", "plan.mesh": mesh, "train.method": "full"}
+        flags |= {"plan.context": "ring"} if "cp" in mesh else {}
+        found = training_shape(load_job(None, flags), CONFIG, 2)
+        assert found.mesh.to_dict() == {"shard": 1} | mesh
+        assert [spec.policy_name for spec in found.specs if spec.family == "data"] == [name]
+
+
+def test_stages_as_the_job_names_them():
+    named = {"model.name": "m", "plan.mesh": {"pp": 2}, "plan.stages": [2, 0]}
+    found = training_shape(load_job(None, named | {"train.method": "full"}), CONFIG, 2)
+    assert [(stage.start, stage.stop) for stage in found.stages] == [(0, 2), (2, 2)]
+    with pytest.raises(PlanError, match=r"without anything to train.*\[1, 1\]"):
+        training_shape(load_job(None, named), CONFIG, 2)
 
 
 def test_rows_shorter_than_a_document_are_refused():
