@@ -42,3 +42,24 @@ def test_neighbouring_tokens_and_channels_are_uncorrelated():
     dropped = (mask(torch.arange(2000), channels=100, probability=0.5) == 0).double() - 0.5
     for a, b in ((dropped[1:], dropped[:-1]), (dropped[:, 1:], dropped[:, :-1])):
         assert abs((a * b).mean().item()) < 0.002  # 0.25 when equal, 0.0006 by chance
+
+
+@pytest.mark.parametrize("degree", [2, 3])
+def test_ranks_that_split_channels_drop_their_parts_of_one_mask(degree):
+    """Inside a tensor-parallel region: masks of ranks differ, and are those of one process."""
+    tokens, channels = torch.arange(40), 48 // degree
+    key, ones = DropoutKey(1, 2, tokens), torch.ones(40, channels)
+    parts = [
+        keyed_dropout(ones, 0.3, key, "m", first_channel=rank * channels) for rank in range(degree)
+    ]
+    assert torch.equal(torch.cat(parts, 1), mask(tokens, channels=48))
+    assert all((parts[0] != other).float().mean() > 0.2 for other in parts[1:])
+
+
+def test_ranks_that_split_tokens_drop_what_belongs_to_their_tokens():
+    """Outside of it, with sequence parallelism: each rank has other tokens, in head-tail order."""
+    tokens = torch.arange(40)
+    heads_tails = [torch.cat([tokens[:10], tokens[30:]]), tokens[10:30]]
+    whole = mask(tokens)
+    for own in heads_tails:
+        assert torch.equal(mask(own), whole[own])
