@@ -31,6 +31,7 @@ STAGED = {
 }
 SPLIT = replace(WHOLE, mesh={"pp": 2, "tp": 2}, specs=(SEQUENCE,), order=HANAYO)
 CUT = replace(WHOLE, mesh={"tp": 2}, specs=(MEGATRON,))
+ZERO = replace(WHOLE, mesh={"shard": 2}, specs=({"family": "data", "name": "zero", "stage": 2},))
 
 
 def join(rank: int, world_size: int) -> None:
