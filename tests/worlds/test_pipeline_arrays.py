@@ -17,6 +17,7 @@ from phalanx.lower import lower
 from phalanx.mesh import Mesh
 from phalanx.policies.pipeline.interleaved import Interleaved
 from phalanx.policy import Step
+from phalanx.registry import build
 from phalanx.workload import toy_work
 from phalanx.worlds.pipeline_arrays import play, wire
 from phalanx.worlds.sim import SimWorld
@@ -32,14 +33,13 @@ class DrawnCost:
             kind: np.array(
                 [[draw.randint(0, 9) for _ in range(num_items)] for _ in range(num_stages)]
             )
-            for kind in ("F", "B", "W", "send")
+            for kind in ("F", "B", "I", "W", "send")
         }
 
     def compute_s(self, action: Compute, rank: int) -> float:
         if action.op == "optimizer":
             return 0.0
-        kind = {"I": "B"}.get(action.phase, action.phase)
-        return float(self.seconds[kind][action.stage, action.item])
+        return float(self.seconds[action.phase][action.stage, action.item])
 
     def transfer_s(self, action: Send, source: int, target: int) -> float:
         stage, item = map(int, action.tensor.partition(":")[2].split("."))
@@ -66,8 +66,7 @@ def compare(lists, placement, num_items: int, seed: int) -> None:
     program = lower(work, mesh, FixedOrder(lists, tuple(placement)), grain="stage")
     trace = drive(SimWorld(mesh, cost), program=program)
     starts = {row["action_id"]: row["start_s"] for row in trace.rows()}
-    seconds = cost.seconds
-    played = play(lists, seconds["F"], seconds["B"], seconds["send"], seconds["W"])
+    played = play(lists, *(cost.seconds[kind] for kind in ("F", "B", "send", "W", "I")))
     found = {str(row.step): start for row, start in zip(played.wired.rows, played.start_s[:, 0])}
     assert found == {label: starts[label] for label in found}
 
@@ -85,6 +84,19 @@ def test_any_legal_schedule_has_the_times_of_the_event_world(drawn, seed):
 def test_interleaved_schedules_have_the_times_of_the_event_world(p, v, m, per_round, seed):
     order = Interleaved(virtual=v, per_round=per_round)
     compare(order.order(p, m), order.rank_of_stage(p), m, seed)
+
+
+@pytest.mark.parametrize("name", ["zero_bubble", "zbv", "dualpipe_v", "hanayo"])
+def test_folded_and_split_schedules_have_the_times_of_the_event_world(name):
+    order = build("pipeline", name)
+    for p, m in ((1, 3), (2, 5), (3, 7)):
+        compare(order.order(p, m), order.rank_of_stage(p), m, seed=p)
+
+
+def test_an_input_gradient_takes_as_long_as_a_backward_pass_unless_it_is_said():
+    lists = build("pipeline", "zero_bubble").order(2, 3)
+    assert play(lists, 1, 2, 0, 1).step_s == play(lists, 1, 2, 0, 1, 2).step_s
+    assert play(lists, 1, 2, 0, 1, 1).step_s < play(lists, 1, 2, 0, 1).step_s
 
 
 def test_replicas_are_played_as_each_alone():

@@ -4,6 +4,7 @@ bit for bit, executed as listed, shapes that change from step to step, files tha
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -32,8 +33,12 @@ ORDERS: dict[str, dict[str, Any]] = {
 }
 
 
-def run_orders(rank: int, world_size: int) -> dict[str, dict[str, Any]]:
-    return {name: _run(rank, world_size, options) for name, options in ORDERS.items()}
+ON_FOUR = ("interleaved", "zbv", "hanayo 1", "hanayo 2")  # ranks with two neighbours
+CASES = [(2, name) for name in ORDERS] + [(4, name) for name in ON_FOUR]
+
+
+def run_orders(rank: int, world_size: int, names: Sequence[str]) -> dict[str, dict[str, Any]]:
+    return {name: _run(rank, world_size, ORDERS[name]) for name in names}
 
 
 def _run(rank: int, world_size: int, options: dict[str, Any]) -> dict[str, Any]:
@@ -89,8 +94,11 @@ def _loaded(pipeline: TorchPipeline, lists: list[list[Step]], rank: int) -> list
 
 
 @pytest.fixture(scope="module")
-def runs() -> list[dict[str, dict[str, Any]]]:
-    return run_ranks(run_orders, 2)
+def runs() -> dict[int, list[dict[str, dict[str, Any]]]]:
+    return {
+        num_ranks: run_ranks(run_orders, num_ranks, [n for ranks, n in CASES if ranks == num_ranks])
+        for num_ranks in (2, 4)
+    }
 
 
 def is_compute(action: str) -> bool:
@@ -98,9 +106,10 @@ def is_compute(action: str) -> bool:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("name", ORDERS)
-def test_gradients_are_plain_ones_bit_for_bit_at_every_length(runs, name):
-    for of_rank in runs:
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_gradients_are_plain_ones_bit_for_bit_at_every_length(runs, case):
+    num_ranks, name = case
+    for of_rank in runs[num_ranks]:
         for number in (0, 1):
             piped, plain = of_rank[name][f"piped {number}"], of_rank[name][f"plain {number}"]
             assert piped.keys() == plain.keys() and piped
@@ -110,10 +119,11 @@ def test_gradients_are_plain_ones_bit_for_bit_at_every_length(runs, name):
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("name", ORDERS)
-def test_micro_batches_add_up_in_their_order(runs, name):
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_micro_batches_add_up_in_their_order(runs, case):
     """So a plain loop over them gives the same bits, whatever the schedule."""
-    for of_rank in runs:
+    num_ranks, name = case
+    for of_rank in runs[num_ranks]:
         ended = [step for step in of_rank[name]["listed"] if step.kind in "BW"]
         for stage in {step.stage for step in ended}:
             items = [step.item for step in ended if step.stage == stage]
@@ -121,9 +131,10 @@ def test_micro_batches_add_up_in_their_order(runs, name):
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("name", ORDERS)
-def test_each_compute_is_heard_of_once_in_order(runs, name):
-    for of_rank in runs:
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_each_compute_is_heard_of_once_in_order(runs, case):
+    num_ranks, name = case
+    for of_rank in runs[num_ranks]:
         result = of_rank[name]
         assert result["heard"] == 2 * result["listed"]
         done = [action for action in result["executed"] if is_compute(action)]
@@ -131,9 +142,10 @@ def test_each_compute_is_heard_of_once_in_order(runs, name):
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("name", ORDERS)
-def test_torch_makes_the_same_of_the_file(runs, name):
-    for of_rank in runs:
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_torch_makes_the_same_of_the_file(runs, case):
+    num_ranks, name = case
+    for of_rank in runs[num_ranks]:
         result = of_rank[name]
         assert list(filter(is_compute, result["from file"])) == [
             str(step) for step in result["listed"]

@@ -15,7 +15,7 @@ SOURCE = Source(
 )
 
 
-@register("pipeline", "gpipe", grain="stage", source=SOURCE)
+@register("pipeline", "gpipe", grain="stage", source=SOURCE, status="verified")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GPipe(Order):
     """Each rank runs the forward passes of all micro-batches, then all backward passes. The last

@@ -18,7 +18,7 @@ SOURCE = Source(
 _TICKS = {"F": 1, "B": 2}  # of a pass, while the lists are made; those of the paper's figures
 
 
-@register("pipeline", "hanayo", grain="stage", source=SOURCE)
+@register("pipeline", "hanayo", grain="stage", source=SOURCE, status="verified")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hanayo(Order):
     """The model is cut into 2 W p stages that walk down the ranks and back up, W times. A rank

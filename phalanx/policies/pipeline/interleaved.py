@@ -20,7 +20,7 @@ SOURCE = Source(
 )
 
 
-@register("pipeline", "interleaved", grain="stage", source=SOURCE)
+@register("pipeline", "interleaved", grain="stage", source=SOURCE, status="verified")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interleaved(Order):
     """Each rank holds `virtual` chunks of the model: chunk c of rank r is stage c p + r. Items pass

@@ -16,7 +16,7 @@ SOURCE = Source(
 )
 
 
-@register("pipeline", "1f1b", grain="stage", source=SOURCE)
+@register("pipeline", "1f1b", grain="stage", source=SOURCE, status="verified")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OneFOneB(Order):
     """A rank warms up with as many forward passes as there are ranks after it, then alternates

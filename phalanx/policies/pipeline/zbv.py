@@ -15,7 +15,7 @@ SOURCE = Source(
 )
 
 
-@register("pipeline", "zbv", grain="stage", source=SOURCE)
+@register("pipeline", "zbv", grain="stage", source=SOURCE, status="verified")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ZBV(Order):
     """Rank r holds chunk 0 (stage r) and chunk 1 (stage 2p - 1 - r): micro-batches walk down the

@@ -15,7 +15,7 @@ SOURCE = Source(
 )
 
 
-@register("pipeline", "zero_bubble", grain="stage", source=SOURCE)
+@register("pipeline", "zero_bubble", grain="stage", source=SOURCE, status="verified")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ZeroBubble(Order):
     """1F1B whose backward pass is cut in two: the input gradient (I) goes to the rank before at
