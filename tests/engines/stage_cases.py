@@ -30,6 +30,7 @@ STAGED = {
     "a wave": replace(WHOLE, mesh={"pp": 2}, order=HANAYO),
 }
 SPLIT = replace(WHOLE, mesh={"pp": 2, "tp": 2}, specs=(SEQUENCE,), order=HANAYO)
+SHARED = replace(WHOLE, mesh={"pp": 2, "cp": 2}, specs=({"family": "context", "name": "ring"},))
 CUT = replace(WHOLE, mesh={"tp": 2}, specs=(MEGATRON,))
 ZERO = replace(WHOLE, mesh={"shard": 2}, specs=({"family": "data", "name": "zero", "stage": 2},))
 

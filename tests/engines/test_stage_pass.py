@@ -10,7 +10,7 @@ import torch
 from phalanx.engines.evaluate import greedy, held_out_loss
 from phalanx.engines.whole_weights import whole_weights
 from tests.engines.pipeline_cases import step_of
-from tests.engines.stage_cases import ADAPTERS, SPLIT, STAGED, WHOLE, built, join
+from tests.engines.stage_cases import ADAPTERS, SHARED, SPLIT, STAGED, WHOLE, built, join
 from tests.ranks import run_ranks
 
 PROMPTS = [[3, 1, 4, 1, 5], [9], [2, 6, 5]]
@@ -34,13 +34,10 @@ def seen(rank, world_size, cases):
     return found
 
 
-def require_equal(found, whole, exact):
-    (loss, answers, cut, weights), (whole_loss, *whole_answers, whole_weights) = found, whole
-    assert loss == (whole_loss if exact else pytest.approx(whole_loss, rel=1e-6))
-    assert [answers, cut] == whole_answers
-    assert [name for name, _ in weights] == [name for name, _ in whole_weights]
-    for (name, weight), (_, expected) in zip(weights, whole_weights):
-        assert torch.equal(weight, expected), name
+def require_weights(found, expected):
+    assert [name for name, _ in found] == [name for name, _ in expected]
+    for (name, weight), (_, value) in zip(found, expected):
+        assert torch.equal(weight, value), name
 
 
 @pytest.fixture(scope="module")
@@ -52,17 +49,21 @@ def whole():
 @pytest.mark.dist
 def test_stages_say_what_the_whole_model_says(whole):
     adapted = replace(STAGED["a wave"], lora=ADAPTERS)
-    on_ranks = run_ranks(seen, 2, [*STAGED.values(), adapted], backend=None)
+    expected = [whole[0]] * len(STAGED) + [whole[1]]
     _, answers, cut, _ = whole[0]
     assert [len(each) for each in answers] == [7, 7, 7] and len(cut[0]) <= 2
-    for of_one in on_ranks:
-        for of_case, expected in zip(of_one, [whole[0]] * len(STAGED) + [whole[1]]):
-            assert of_case[:3] == expected[:3]  # to the bit, on every rank
-    for of_case, expected in zip(on_ranks[0], [whole[0]] * len(STAGED) + [whole[1]]):
-        require_equal(of_case, expected, exact=True)
+    on_ranks = run_ranks(seen, 2, [*STAGED.values(), adapted], backend=None)
+    for of_rank in on_ranks:  # to the bit, on every rank
+        assert [of_case[:3] for of_case in of_rank] == [of_case[:3] for of_case in expected]
+    for of_case, wanted in zip(on_ranks[0], expected):
+        require_weights(of_case[3], wanted[3])
 
 
 @pytest.mark.dist
-def test_stages_that_are_cut_themselves_say_the_same(whole):
-    for of_case, *_ in run_ranks(seen, 4, [SPLIT], backend=None)[:1]:
-        require_equal(of_case, whole[0], exact=False)
+def test_stages_whose_products_or_rows_are_cut_say_the_same(whole):
+    on_ranks = run_ranks(seen, 4, [SPLIT, SHARED], backend=None)
+    for loss, *found, _ in (of_case for of_rank in on_ranks for of_case in of_rank):
+        assert loss == pytest.approx(whole[0][0], rel=1e-6)
+        assert found == list(whole[0][1:3])
+    for of_case in on_ranks[0]:
+        require_weights(of_case[3], whole[0][3])
