@@ -1,13 +1,18 @@
-"""The command line that all benchmarks share: print the report, `--json FILE`, exit 1 on a miss."""
+"""The command line that all benchmarks share: print the report, exit 1 on a miss.
+
+`--json FILE` saves the report, `--record SYSTEM` keeps its measured rows for that system's page.
+"""
 
 from __future__ import annotations
 
 import argparse
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 from phalanx.errors import GateError
 from phalanx.report import Report
+from phalanx.systems import record
 
 
 def main(make_report: Callable[[], Report], doc: str | None) -> int:
@@ -19,8 +24,19 @@ def main(make_report: Callable[[], Report], doc: str | None) -> int:
     """
     parser = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
     parser.add_argument("--json", metavar="FILE", help="write the versioned report there")
+    parser.add_argument(
+        "--record",
+        metavar="SYSTEM",
+        action="append",
+        default=[],
+        help="keep what was measured for `phalanx systems reproduce SYSTEM`",
+    )
     options = parser.parse_args()
-    return finish(make_report(), options.json)
+    report = make_report()
+    for slug in options.record:
+        note = f"{report.notes['machine']}, benchmarks/{Path(sys.argv[0]).name}"
+        record(slug, report.rows, note)
+    return finish(report, options.json)
 
 
 def finish(report: Report, json_file: str | None) -> int:

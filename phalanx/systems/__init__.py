@@ -12,6 +12,7 @@ from pkgutil import iter_modules
 
 from phalanx.errors import JobError, PlanError, nearest_names
 from phalanx.report import Report
+from phalanx.systems._measured import record
 from phalanx.systems._page import page
 from phalanx.systems._published import Published, published, published_report
 from phalanx.systems._system import System
@@ -26,6 +27,7 @@ __all__ = [
     "page",
     "published",
     "published_report",
+    "record",
     "reproduce",
     "reproducible",
     "to_markdown",

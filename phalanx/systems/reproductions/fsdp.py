@@ -10,6 +10,7 @@ from phalanx.cost import fsdp
 from phalanx.hardware.load import read_machine
 from phalanx.mesh import Mesh
 from phalanx.report import Report
+from phalanx.systems._measured import measured
 from phalanx.systems._published import Published, published
 from phalanx.systems.reproductions._fsdp_steps import (
     BF16_BYTES,
@@ -24,6 +25,7 @@ from phalanx.systems.reproductions._fsdp_steps import (
     t5_11b,
     whole_numbers,
 )
+from phalanx.systems.reproductions._pictures import draw_lanes
 
 _RANKS, _HOSTS, _PER_HOST = 8, 64, 8
 _LAYERS, _ROWS, _WIDTH = 6, 512, 8  # 512 rows are cut evenly over up to 512 ranks
@@ -44,6 +46,7 @@ def reproduce() -> Report:
     _order(report)
     _prefetch(report)
     _weak_scaling(report)
+    report.rows += measured("fsdp")
     report.notes["not reproduced"] = (
         "throughput of whole models (rates of real kernels), the rate limiter's effect and memory "
         "fragmentation (both need an allocator model), T5-11B's loss from 8 to 512 GPUs (see its "
@@ -237,3 +240,10 @@ def _weak_scaling(report: Report) -> None:
     )
     said = _published("weak scaling", "regression")
     report.rows.append(said.row(quantity, "1", 0.01))
+
+
+def draw(path: str) -> None:
+    """Gathers and reductions beside the computes that they hide behind."""
+    trace = _step(prefetch=1).trace
+    lanes = {"compute": "compute", "axis:shard": "gathers, reductions"}
+    draw_lanes(trace, lanes, f"full sharding over {_RANKS} ranks, {_UNITS} units", path)

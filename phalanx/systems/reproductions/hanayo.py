@@ -24,6 +24,7 @@ from phalanx.registry import build
 from phalanx.report import Report
 from phalanx.systems._measured import measured
 from phalanx.systems._published import Published, published
+from phalanx.systems.reproductions._pictures import draw_schedule
 from phalanx.worlds.pipeline_arrays import Played, Wired, play, wire
 
 _FORWARD_S, _BACKWARD_S = 1.0, 2.0
@@ -197,8 +198,5 @@ def _misfit(wanted: Mapping[int, tuple[float, Published]], hop_s: float) -> floa
 
 
 def draw(path: str) -> None:
-    """Two waves over four ranks, as Figure 3 has them."""
-    from phalanx.planner.order_picture import draw_order
-
-    order = build("pipeline", {"name": "hanayo", "waves": 2})
-    draw_order(order, 4, 4, path)
+    """Two waves over four ranks."""
+    draw_schedule({"name": "hanayo", "waves": 2}, 4, 4, path)

@@ -16,7 +16,9 @@ from phalanx.models.named import named_model
 from phalanx.planner.sizing import four_axes
 from phalanx.registry import build
 from phalanx.report import Report
+from phalanx.systems._measured import measured
 from phalanx.systems._published import Published, published
+from phalanx.systems.reproductions._pictures import draw_schedule
 from phalanx.worlds.pipeline_arrays import Played, play
 
 _MODEL, _TOKENS, _PEAK = "llama-3.1-405b", 16 * 2**20, 989e12
@@ -34,6 +36,7 @@ def reproduce() -> Report:
     _bubbles(report)
     _rounds(report)
     _throughput(report)
+    report.rows += measured("llama3-parallelism")
     report.notes["not reproduced"] = (
         "context-parallel attention and its bandwidths (kernels on real links), balanced stages "
         "(the scaled-down model's size is not published), the multimodal encoder, the profile at "
@@ -182,3 +185,8 @@ def _throughput(report: Report) -> None:
         note = "priced by the planner, causal attention counted by half; no gate"
         report.add(quantity, reached * _PEAK / 1e12, "TFLOP/s", "formula", note=note)
         report.rows.append(row.row(quantity, "TFLOP/s"))
+
+
+def draw(path: str) -> None:
+    """Rounds of six micro-batches on four ranks."""
+    draw_schedule({"name": "interleaved", "virtual": 2, "per_round": 6}, 4, 12, path)

@@ -21,7 +21,9 @@ from phalanx.cost.training_formulas import (
 )
 from phalanx.registry import build
 from phalanx.report import Report
+from phalanx.systems._measured import measured
 from phalanx.systems._published import Published, published
+from phalanx.systems.reproductions._pictures import draw_schedule
 from phalanx.worlds.pipeline_arrays import play
 
 PEAK_FLOPS = 312e12  # A100, as the papers divide by
@@ -71,6 +73,7 @@ def reproduce() -> Report:
     _memory(report)
     _layer_fit(report)
     _bubbles(report)
+    report.rows += measured("megatron-lm")
     report.notes["not reproduced"] = (
         "perplexities and accuracies (no training at this size here), throughput on V100 of 2019, "
         "operator fusion, the pictures whose values are not printed"
@@ -193,3 +196,8 @@ def _bubbles(report: Report) -> None:
         formula = float(bubble_frac(ranks, items, chunks))
         report.add(quantity, formula, "1", "formula", note="arXiv 2104.04473, section 2.2.2")
         report.add(quantity, played.bubble_frac, "1", "simulated", target=formula, tolerance=1e-9)
+
+
+def draw(path: str) -> None:
+    """Two chunks on each of four ranks."""
+    draw_schedule({"name": "interleaved", "virtual": 2}, 4, 8, path)

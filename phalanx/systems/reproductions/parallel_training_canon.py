@@ -22,6 +22,7 @@ from phalanx.systems.reproductions._fsdp_steps import (
     replication,
     whole_numbers,
 )
+from phalanx.systems.reproductions._pictures import draw_schedule
 from phalanx.systems.reproductions.striped_attention import pairs_of_ranks
 from phalanx.worlds.pipeline_arrays import play as play_order
 
@@ -149,3 +150,8 @@ def _sequences(report: Report) -> None:
         target=1 / 8,
         note="grouped heads divide what travels",
     )
+
+
+def draw(path: str) -> None:
+    """Weight gradients fill the bubble of 1F1B."""
+    draw_schedule({"name": "zero_bubble"}, 4, 8, path)

@@ -20,7 +20,9 @@ from phalanx.cost.context_formulas import (
 )
 from phalanx.layout.token_layout import pairs_NN, token_layout
 from phalanx.report import Report
+from phalanx.systems._measured import measured
 from phalanx.systems._published import Published, published
+from phalanx.systems.reproductions._pictures import draw_rounds
 
 _VOCABULARY = 32_000
 _MESH = re.compile(r"mesh (\d+)x(\d+).*seq (\d+)")
@@ -42,6 +44,7 @@ def reproduce() -> Report:
     report = Report("Striped Attention (arXiv 2311.09431)")
     _speedups(report)
     _work(report)
+    report.rows += measured("striped-attention")
     report.notes["not reproduced"] = (
         "wall times on A100 and TPU (kernels of other devices); the throughput of attention alone "
         "that a later implementation prints (flash kernels of CUDA)"
@@ -136,3 +139,16 @@ def _work(report: Report) -> None:
 def pairs_of_ranks(kind: str, tokens: int, ranks: int) -> list[int]:
     """Pairs that each rank computes of a causal row of one document."""
     return pairs_NN(token_layout(kind, tokens, ranks)).sum(axis=1).tolist()
+
+
+def draw(path: str) -> None:
+    """What each of four ranks computes in each round of a ring."""
+    ranks, tokens = 4, 512
+    rounds = {}
+    for kind in _PAIRS:
+        table = pairs_NN(token_layout(kind, tokens, ranks))
+        rounds[kind] = [
+            [int(table[j, (j - at) % ranks]) for j in range(ranks)] for at in range(ranks)
+        ]
+    title = f"{ranks} ranks, {tokens} tokens, causal: the slowest rank (line) decides every round"
+    draw_rounds(rounds, title, path)
