@@ -71,11 +71,13 @@ class Recorded:
     Attributes:
         places: in the order in which they were computed.
         dtype: that computed.
+        threads: of each process.
     """
 
     folder: str
     dtype: str
     places: Mapping[Place, Summary]
+    threads: int = 1
 
 
 @dataclass(frozen=True)
@@ -135,12 +137,12 @@ def read_recorded(folder: str | Path) -> Recorded:
         rule = "holds no recording; run with --plan.record_steps 2"
         raise JobError("job/not-found", "run folder", folder, rule)
     places: dict[Place, Summary] = {}
-    dtype = ""
+    dtype, threads = "", 1
     for file in files:
         try:
             head, *lines = (json.loads(line) for line in file.read_text().splitlines())
             _require_format(head, file)
-            dtype = head["dtype"]
+            dtype, threads = head["dtype"], int(head["threads"])
             for line in lines:
                 place, summary = _of_line(line)
                 places[place] = places[place] + summary if place in places else summary
@@ -148,7 +150,7 @@ def read_recorded(folder: str | Path) -> Recorded:
             rule = f"is not what Phalanx wrote: {type(error).__name__}: {error}"
             raise JobError("job/syntax", str(file), None, rule) from None
     ordered = dict(sorted(places.items(), key=lambda each: _order(each[0])))
-    return Recorded(str(folder), dtype, ordered)
+    return Recorded(str(folder), dtype, ordered, threads)
 
 
 def _require_format(head: Mapping[str, Any], file: Path) -> None:

@@ -1,4 +1,4 @@
-"""`phalanx trace slow|diverge`: which rank the others wait for; where two runs part."""
+"""`phalanx trace slow|diverge|reference`: who is late; where two runs part; is it rounding?"""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ def register(app: typer.Typer) -> None:
     verbs = group(app, "trace", "Questions asked of runs: who is slow, where do two of them part.")
     verbs.command("slow")(slow)
     verbs.command("diverge")(diverge)
+    verbs.command("reference")(reference)
 
 
 def slow(
@@ -142,11 +143,35 @@ def diverge(
         raise typer.Exit(1)
 
 
+def reference(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="Run folder with recorded steps.")],
+    json_file: JsonFile = "",
+) -> None:
+    """Compute a run's first step again in one process that adds in the run's order.
+
+    For pipelines and replicas (two at most): every activation, gradient and weight must then be
+    equal bit by bit. If it is, the run differs from a plain one by rounding alone.
+
+    \b
+    phalanx train ... --folder RUN --plan.mesh.pp 2 --plan.record_steps 1
+    phalanx trace reference RUN
+
+    Exit 0: equal bit for bit; 1: it differs, and where first.
+    """
+    from phalanx.engines.reference_run import against_reference
+
+    found = against_reference(run)
+    document = versioned("reference", first=_table(found.first), **asdict(found))
+    emit(document, json_file, lambda: _show_divergence(found, ("run", "reference")))
+    if found.first is not None:
+        raise typer.Exit(1)
+
+
 def _table(difference: Difference | None) -> dict | None:
     return None if difference is None else asdict(difference)
 
 
-def _show_divergence(found: Divergence) -> None:
+def _show_divergence(found: Divergence, names: tuple[str, str] = ("A", "B")) -> None:
     from phalanx.analyze.first_divergence import PHASES
 
     if found.only:
@@ -169,20 +194,23 @@ def _show_divergence(found: Divergence) -> None:
         ]
         for each in shown
     ]
-    table(("step", "phase", "where", "relative difference", "norm in A", "norm in B"), lines)
+    table(
+        ("step", "phase", "where", "relative difference", *(f"norm in {n}" for n in names)), lines
+    )
     num_equal = found.num_places - len(found.differences)
     write(f"\n{num_equal} of {found.num_places} places are equal bit for bit\n")
-    write(f"first difference: {_words(found.first, PHASES)}\n")
+    write(f"first difference: {_words(found.first, names)}\n")
     if large is None:
         write(f"none is above {found.tolerance:g}, which rounding explains\n")
     else:
-        write(f"first above {found.tolerance:g}: {_words(large, PHASES)}\n")
+        write(f"first above {found.tolerance:g}: {_words(large, names)}\n")
 
 
-def _words(each: Difference, phases: dict[str, str]) -> str:
-    if each.counts[0] != each.counts[1]:
-        return (
-            f"step {each.step}, {phases[each.phase]} of {each.name}: "
-            f"{each.counts[0]} elements in A, {each.counts[1]} in B"
-        )
-    return f"step {each.step}, {phases[each.phase]} of {each.name}, {each.distance:.2g} of its norm"
+def _words(each: Difference, names: tuple[str, str]) -> str:
+    from phalanx.analyze.first_divergence import PHASES
+
+    place = f"step {each.step}, {PHASES[each.phase]} of {each.name}"
+    if each.counts[0] == each.counts[1]:
+        return f"{place}, {each.distance:.2g} of its norm"
+    counts = (f"{count} elements in {name}" for count, name in zip(each.counts, names))
+    return f"{place}: {', '.join(counts)}"

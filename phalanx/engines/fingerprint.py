@@ -187,13 +187,11 @@ class Fingerprints:
         is_first, self._is_new = self._is_new or not self._path.exists(), False
         with self._path.open("w" if is_first else "a", encoding="utf-8") as file:
             if is_first:
-                head = {"format_version": FORMAT_VERSION, "dtype": self._dtype()}
+                head = {"format_version": FORMAT_VERSION, "dtype": self._model.compute_dtype}
+                head |= {"threads": torch.get_num_threads()}
                 file.write(json.dumps(head) + "\n")
             for (phase, name), found in self._found.items():
                 line = {"step": self._step + 1, "phase": phase, "name": name}
                 line |= {"count": found.count, "squares": found.squares, "bits": found.bits}
                 file.write(json.dumps(line | {"signs": found.signs}) + "\n")
         self._found = {}
-
-    def _dtype(self) -> str:
-        return self._model.decoder.config.dtype

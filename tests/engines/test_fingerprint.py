@@ -215,7 +215,7 @@ def test_what_cannot_be_compared_is_told(tmp_path):
         compare(early, late)
     (tmp_path / "fingerprints").mkdir()
     file = tmp_path / "fingerprints" / "rank0.jsonl"
-    file.write_text('{"format_version": 1, "dtype": "float32"}\n{"step": 1}\n')
+    file.write_text('{"format_version": 1, "dtype": "float32", "threads": 1}\n{"step": 1}\n')
     with pytest.raises(JobError, match="not what Phalanx wrote"):
         read_recorded(tmp_path)
     file.write_text('{"format_version": 7, "dtype": "float32"}\n')
