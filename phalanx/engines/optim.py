@@ -117,6 +117,10 @@ class ShardedAdamW:
         """Bytes of the moments and counts on this rank."""
         return sum(each.nbytes for tensors in self._state.values() for each in tensors)
 
+    def state_element_bytes(self, parameter: Tensor) -> int:
+        """Bytes of state per element of a trained parameter, once there is any."""
+        return len(MOMENTS) * parameter.element_size()
+
     def _create_state(self) -> None:
         if self._state or not self.parameters:
             return

@@ -25,9 +25,9 @@ from phalanx.engines.checkpoint.snapshot import Staging
 from phalanx.engines.checkpoint.state import (
     Entry,
     Form,
+    Sizes,
     all_forms,
     optimizer_entries,
-    predicted_bytes,
     weight_entries,
 )
 from phalanx.engines.checkpoint.writer import Snapshot, Writer
@@ -88,7 +88,7 @@ class Checkpoints:
         self._pending: deque[tuple[Snapshot, Future[Path | WorldError]]] = deque()
         self._parts: dict[bool, _Part] = {}
         self._require_all_trained()
-        self._trained = all_forms(self._council, optimizer.named_parameters)
+        self._sizes = Sizes.of(self._council, optimizer)
         optimizer.before_change.append(self._keep_apart)
         if process.leads:
             commit.recover(self.folder)
@@ -102,8 +102,8 @@ class Checkpoints:
             with_best: "best" is kept beside them, and one more while it is written.
         """
         num_ranks = self.process.world_size
-        best = predicted_bytes(self._trained, num_ranks, with_optimizer=False)
-        whole = predicted_bytes(self._trained, num_ranks)
+        best = self._sizes.checkpoint_bytes(num_ranks, with_optimizer=False)
+        whole = self._sizes.checkpoint_bytes(num_ranks)
         return (self.keep + 1 if periodic else 1) * whole + (2 * best if with_best else 0)
 
     def require_space(self, *, periodic: bool = True, with_best: bool = False) -> None:

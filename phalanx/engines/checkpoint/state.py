@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import prod
 from typing import NamedTuple
 
 import torch
@@ -54,11 +53,6 @@ class Form(NamedTuple):
         """Of one element."""
         return getattr(torch, self.dtype).itemsize
 
-    @property
-    def num_bytes(self) -> int:
-        """Of the tensor."""
-        return prod(self.shape) * self.element_bytes
-
 
 def all_forms(council: Council, tensors: Mapping[str, Tensor]) -> dict[str, Form]:
     """Of the tensors of all ranks together, by name; the stages of a pipeline hold different ones.
@@ -86,14 +80,30 @@ def optimizer_entries(optimizer: ShardedAdamW) -> dict[str, Entry]:
     }
 
 
-def predicted_bytes(
-    forms: Mapping[str, Form], num_ranks: int, *, with_optimizer: bool = True
-) -> int:
-    """Of one checkpoint of all ranks together; headers and the manifest are estimated.
+class Sizes(NamedTuple):
+    """Of what is trained, on all ranks together.
 
-    Args:
-        forms: of all trained weights.
+    Attributes:
+        num_tensors: trained weights.
+        weight_bytes, state_bytes: of them, and of what the optimizer keeps for them.
     """
-    values = sum(each.num_bytes for each in forms.values())
-    copies, kinds = (3, 4) if with_optimizer else (1, 1)
-    return copies * values + kinds * len(forms) * (num_ranks + 1) * NAMED_BYTES
+
+    num_tensors: int
+    weight_bytes: int
+    state_bytes: int
+
+    @classmethod
+    def of(cls, council: Council, optimizer: ShardedAdamW) -> Sizes:
+        """All ranks call it; what several hold counts once."""
+        mine = {
+            name: (each.nbytes, each.numel() * optimizer.state_element_bytes(each))
+            for name, each in optimizer.named_parameters.items()
+        }
+        every = {n: each for of_rank in council.gather(mine) for n, each in of_rank.items()}
+        return cls(len(every), *(sum(each[at] for each in every.values()) for at in (0, 1)))
+
+    def checkpoint_bytes(self, num_ranks: int, *, with_optimizer: bool = True) -> int:
+        """Of one checkpoint; headers and the manifest are estimated."""
+        kinds = 4 if with_optimizer else 1
+        named_bytes = kinds * self.num_tensors * (num_ranks + 1) * NAMED_BYTES
+        return self.weight_bytes + with_optimizer * self.state_bytes + named_bytes
