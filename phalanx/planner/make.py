@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain
 from typing import Any
 
-from phalanx.action import Program
+from phalanx.action import Collective, Program, Send
 from phalanx.check import check_program
 from phalanx.cost.base import CostModel
 from phalanx.cost.roofline import RooflineCost
@@ -89,7 +90,7 @@ def make_plan(job: Job, config: DecoderConfig | None = None, on: str = "") -> Pl
     work = work_of(job, mesh, config)
     program = lower(work, mesh, order, specs, grain=job.plan.grain)
     check_program(program)
-    cost = cost_of(job, cluster, mesh)
+    cost = cost_of(job, cluster, program)
     role = RoleProgram(
         pool="all",
         mesh=mesh.to_dict(),
@@ -142,12 +143,14 @@ def policy_tables(job: Job, mesh: Mesh) -> tuple[dict[str, Any], list[dict[str, 
     return order, specs
 
 
-def cost_of(job: Job, cluster: Cluster, mesh: Mesh) -> CostModel:
+def cost_of(job: Job, cluster: Cluster, program: Program) -> CostModel:
     """The job's table of costs, or the machine's rates: links inside a domain, network beyond."""
     if job.plan.costs:
         return TableCost(dict(job.plan.costs))
-    machine = cluster.machine
-    inside = {axis: _inside(mesh, axis, machine.devices_per_domain) for axis in mesh.names}
+    machine, mesh = cluster.machine, program.mesh
+    used = {each.axis for each in chain(*program.lists) if isinstance(each, Send | Collective)}
+    axes = dict.fromkeys((*mesh.names, *sorted(used)))  # some exchanges are over several at once
+    inside = {axis: _inside(mesh, axis, machine.devices_per_domain) for axis in axes}
     link, network = machine.link_bandwidth.value, machine.network_bandwidth.value
     near, far = machine.link_latency.value, machine.network_latency.value
     return RooflineCost(

@@ -12,10 +12,12 @@ from phalanx.cost import collectives, context_formulas
 from phalanx.cost.table import TableCost
 from phalanx.drive import drive
 from phalanx.errors import PhalanxError
+from phalanx.job import load_job
 from phalanx.lower import lower
 from phalanx.lower.attention_exchange import most_wanted
 from phalanx.mesh import Mesh
 from phalanx.models.spec import small_config
+from phalanx.planner.make import make_plan
 from phalanx.planner.work import model_work
 from phalanx.registry import build
 from phalanx.worlds.sim import SimWorld
@@ -214,3 +216,13 @@ def test_an_unknown_layout_is_refused_with_the_nearest(name):
 def test_units_show_their_exchanges_as_blocks_do(name):
     fine, coarse = (program_of(("context", name), grain=grain) for grain in ("operator", "unit"))
     assert counted(fine) == counted(coarse)
+
+
+def test_a_plan_prices_what_goes_over_several_axes_at_once():
+    """Gradients are summed over data and context ranks together, on the slowest of their links."""
+    flags = {"model.name": "toy", "data.source": "none", "train.item_tokens": [16, 16]}
+    flags |= {"plan.mesh": {"shard": 2, "cp": 2}, "plan.data": "fsdp", "plan.context": "ring"}
+    planned = make_plan(load_job(None, flags), CONFIG, on="4xh100")
+    trace = drive(SimWorld(planned.program.mesh, planned.cost), program=planned.program)
+    rows = dict(zip(trace.column("axis").tolist(), trace.column("dur_s").tolist()))
+    assert rows["cp"] > 0.0 and rows["shard_cp"] > 0.0 and "shard" not in rows
