@@ -15,7 +15,7 @@ _SOURCE = Source(
 )
 
 
-@register("context", "all_gather", grain="operator", source=_SOURCE)
+@register("context", "all_gather", grain="operator", source=_SOURCE, status="verified")
 @dataclass(frozen=True, kw_only=True)
 class AllGather(Spec):
     """Splits the tokens of every row over `axis`; keys and values of the whole row are gathered

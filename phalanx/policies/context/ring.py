@@ -15,7 +15,7 @@ _SOURCE = Source(
 )
 
 
-@register("context", "ring", grain="operator", source=_SOURCE)
+@register("context", "ring", grain="operator", source=_SOURCE, status="verified")
 @dataclass(frozen=True, kw_only=True)
 class Ring(Spec):
     """Splits the tokens of every row over `axis`; keys and values travel to the next rank while the
