@@ -64,7 +64,11 @@ class Pipeline:
 
     def stage_of_layer(self, layer: int) -> int:
         """The stage that holds a layer."""
-        return next(at for at, (start, stop) in enumerate(self.stages) if start <= layer < stop)
+        return self._stage_of_layer[layer]
+
+    @cached_property
+    def _stage_of_layer(self) -> list[int]:
+        return [at for at, (start, stop) in enumerate(self.stages) for _ in range(start, stop)]
 
     def stages_of_operator(self, op: Operator) -> Sequence[int]:
         """Where an operator runs: tables of positions everywhere, all else once."""

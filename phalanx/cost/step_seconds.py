@@ -7,6 +7,7 @@ Symbols as in `cost.training`. Ranks of a context axis share the tokens of every
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from math import lcm
 from typing import NamedTuple
 
@@ -23,11 +24,15 @@ _OF_HEADS = ("keys_values", "queries", "heads")
 _WANTED = "wanted"  # placement of attention within a window
 
 
+# a decoder has a thousand tensors, and every product asks for the shape of one
+_tensors = lru_cache(maxsize=8)(canonical_tensors)
+
+
 def rate_key(op: Operator, config: DecoderConfig) -> RateKey:
     """Operators with one key cost the same: kind, shape, and whether something is trained in it."""
     key = op.op
     if op.op == "linear":
-        shape = canonical_tensors(config)[op.tensors[0]].shape
+        shape = _tensors(config)[op.tensors[0]].shape
         key += f".{shape[0]}x{shape[1]}{'.trained' if op.num_trained else ''}"
     elif op.op == "norm":
         rotated = ".rotated" if op.name.endswith(("q_norm", "k_norm")) else ""
