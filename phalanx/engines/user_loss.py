@@ -8,8 +8,10 @@
 
 It must be a sum over the rows that it gets, divided by `num_counted_global`: then the loss and its
 gradients depend neither on ranks nor on micro-batches, and rows can be given to it in chunks, so
-that never all logits are held. N may be 0, on a rank that has no target in a micro-batch; the
-function is called all the same, so that every rank has the same gradients to exchange.
+that never all logits are held. Ranks that share the tokens of a row (context parallelism) each get
+the targets of their own tokens, so rows next to one another need not be neighbours in a document.
+N may be 0, on a rank that has no target in a micro-batch; the function is called all the same, so
+that every rank has the same gradients to exchange.
 
 Legend: N counted positions (n of a chunk), D model, V vocabulary.
 """

@@ -1,8 +1,8 @@
 """The layers of a decoder, as its config records them; names are Hugging Face's own.
 
-Legend: S packed rows (tokens; under sequence parallelism those of this rank, outside attention),
-D model, H query heads, K key/value heads, T cached rows, C channels per head, F feed-forward,
-L layers, P channels of a per-layer embedding.
+Legend: S packed rows (tokens; of this rank, where ranks share a row; under sequence parallelism a
+part of those, outside attention), D model, H query heads, K key/value heads, T cached rows, C
+channels per head, F feed-forward, L layers, P channels of a per-layer embedding.
 """
 
 from __future__ import annotations
