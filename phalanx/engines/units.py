@@ -72,7 +72,11 @@ def units_of(
     root: nn.Module, specs: Sequence[Spec | None], dtypes: dict[str, str]
 ) -> list[BoundUnit]:
     """The root; the outermost modules whose rules are others than the root's; and inside those, by
-    rule, the modules whose rules are others again."""
+    rule, the modules whose rules are others again.
+
+    Raises:
+        PlanError: `plan/illegal` for a weight that two units share.
+    """
 
     def rules_for(path: str) -> _Rules:
         return tuple(_with_dtypes(spec, path, dtypes) for spec in specs)
@@ -92,7 +96,25 @@ def units_of(
             taken.setdefault(rules, []).append(module)
             taken_path = path
     units += [BoundUnit(_pattern(rules), tuple(found), *rules) for rules, found in taken.items()]
+    _require_unshared(units)
     return [replace(each, is_frozen=not claimed(units, each)) for each in units]
+
+
+def _require_unshared(units: Sequence[BoundUnit]) -> None:
+    """Raise `plan/illegal` for a weight that modules of two units use: only what holds both may
+    gather or sum it."""
+    owner = {
+        inner: unit for unit in units for each in unit.modules for inner in each.modules()
+    }  # units inside others come later
+    first: dict[nn.Parameter, tuple[str, BoundUnit]] = {}
+    for path, module in units[0].module.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            here = f"{path}.{name}".lstrip("."), owner[module]
+            before = first.setdefault(parameter, here)
+            if before[1] is not owner[module]:
+                named = [f"{each[0]} (unit {each[1].name or 'root'!r})" for each in (before, here)]
+                rule = "are one weight in two units; it must be in one that holds both"
+                raise PlanError("plan/illegal", "units", named, rule, legal=["the root: no unit"])
 
 
 def _is_below(path: str, above: str | None) -> bool:
