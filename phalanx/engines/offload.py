@@ -132,10 +132,22 @@ class OffloadedAdamW(ShardedAdamW):
         for kind in MOMENTS:
             self._state[kind] = self._store.zeros(locals_, self._master)
         self._state["step"] = list(torch.zeros(len(locals_)).unbind())
-        if any(each.is_cuda or each.dtype != (self._master or each.dtype) for each in locals_):
+        if any(map(self._is_apart, locals_)):
             self._state[MASTER] = self._store.zeros(locals_, self._master)
-            for master, local in zip(self._state[MASTER], locals_):
-                master.copy_(local)
+            self.take_weights()
+
+    @torch.no_grad()
+    def take_weights(self) -> None:
+        for master, parameter in zip(self._state.get(MASTER, ()), self.parameters):
+            master.copy_(local_of(parameter))
+
+    def state_element_bytes(self, parameter: Tensor) -> int:
+        itemsize = (self._master or parameter.dtype).itemsize
+        return (len(MOMENTS) + self._is_apart(parameter)) * itemsize
+
+    def _is_apart(self, weight: Tensor) -> bool:
+        """Whether a weight has a master beside it."""
+        return weight.is_cuda or weight.dtype != (self._master or weight.dtype)
 
     def _update(
         self,

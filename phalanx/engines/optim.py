@@ -121,6 +121,9 @@ class ShardedAdamW:
         """Bytes of state per element of a trained parameter, once there is any."""
         return len(MOMENTS) * parameter.element_size()
 
+    def take_weights(self) -> None:
+        """Weights were set from outside, without states: start the next update from them."""
+
     def _create_state(self) -> None:
         if self._state or not self.parameters:
             return

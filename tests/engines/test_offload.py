@@ -90,6 +90,22 @@ def test_state_is_what_the_optimizer_goes_on_from(tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(first.parameters, second.parameters))
 
 
+def test_masters_follow_weights_that_are_set_without_states(tmp_path):
+    optimizer = make_optimizer(
+        parameters(torch.bfloat16).items(), offload="file", folder=tmp_path, master=torch.float32
+    )
+    train(optimizer)
+    with torch.no_grad():
+        for parameter in optimizer.parameters:
+            parameter.fill_(3.0)
+    optimizer.take_weights()
+    assert all((each == 3.0).all() for each in optimizer.state_dict()["master"].values())
+    per_element = optimizer.state_element_bytes(optimizer.parameters[0])
+    counts = 4 * len(SHAPES)
+    elements = sum(each.numel() for each in optimizer.parameters)
+    assert optimizer.state_bytes() == per_element * elements + counts == 12 * elements + counts
+
+
 def test_a_file_takes_states_out_of_memory(tmp_path, monkeypatch):
     monkeypatch.setattr(offload, "PIECE_BYTES", 1 << 22)
     named = {f"w{at}": nn.Parameter(torch.ones(1 << 10, 1 << 10)) for at in range(24)}

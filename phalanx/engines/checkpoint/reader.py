@@ -90,6 +90,8 @@ def restore(
         if isinstance(module, FSDPModule):
             module.reshard()  # whole copies of the old weights may lie about
     model.data.finish_update()
+    if weights_only:
+        optimizer.take_weights()
     if not weights_only and len(manifest.rng) == process.world_size:
         set_generator_states(manifest.rng[process.rank], process.device)
     return Progress.from_dict(manifest.progress)
