@@ -29,18 +29,14 @@ import phalanx.engines.train  # noqa: F401  to hold what a training process hold
 from phalanx.cost.local_shapes import local_config
 from phalanx.cost.training import RateKey, Workload, rate_key
 from phalanx.doctor.machine import process_age_s
+from phalanx.engines.operator_cases import CASES, evenly
 from phalanx.engines.optim import ShardedAdamW
 from phalanx.engines.process import Process, resident_bytes, start_process
 from phalanx.mesh import Mesh
 from phalanx.models.config import DecoderConfig, parse_config
-from phalanx.models.decoder_layers import Projection, RmsNorm
-from phalanx.models.lora import LoraLinear
+from phalanx.models.decoder_layers import Projection
 from phalanx.models.operators import Operator, operators
-from phalanx.models.spec import canonical_tensors
-from phalanx.ops.attention import Documents, packed_attention
-from phalanx.ops.gate import gated_product
-from phalanx.ops.loss import counted_cross_entropy
-from phalanx.ops.rope import rope_table, rotate_rows
+from phalanx.ops.attention import Documents
 
 _COPIES, _PASSES = 6, 2
 _SHORT_VOCABULARY = 1 << 13  # enough tiles of the head to meet all its shapes
@@ -130,8 +126,13 @@ class OperatorBench:
         self.process, self.config, self.work = process, config, work
         self.dtype = getattr(torch, config.dtype)
         self.lora = work.lora
-        self.documents = _evenly(work.row_tokens, work.document_tokens)
-        self.num_counted = work.row_counted
+        self.context_degree, self.document_tokens = work.context_degree, work.document_tokens
+        self.documents = evenly(self._own(work.row_tokens), work.document_tokens)
+        self.num_counted = self._own(work.row_counted)
+
+    def _own(self, count: int) -> int:
+        """A rank's share of what ranks of a context axis share."""
+        return max(1, -(-count // self.context_degree))
 
     @property
     def positions(self) -> Tensor:
@@ -160,14 +161,17 @@ class OperatorBench:
         config, self.config = self.config, replace(self.config, vocab_size=_SHORT_VOCABULARY)
         for ops in self._kinds().values():
             if ops[0].op == "attention":
-                shapes = [(length, 1) for length in (1, *self.work.document_lengths)]
+                lengths = self.work.document_lengths if self.context_degree == 1 else ()
+                shapes = [(length, 1) for length in (1, *lengths)]
             elif ops[0].op == "head":
-                shapes = [(max(1, count), count) for count in (1, *self.work.target_counts)]
+                counts = {self._own(count) for count in self.work.target_counts}
+                shapes = [(max(1, count), count) for count in (1, *sorted(counts))]
             else:
-                shapes = [(length, 1) for length in (1, *self.work.row_lengths)]
+                lengths = {self._own(length) for length in self.work.row_lengths}
+                shapes = [(length, 1) for length in (1, *sorted(lengths))]
             for length, self.num_counted in shapes:
                 self.documents = Documents((0, length))
-                output = _CASES[ops[0].op](self, ops[0])()
+                output = CASES[ops[0].op](self, ops[0])()
                 if output.requires_grad:
                     output.backward(output.detach())
         self.config = config
@@ -180,7 +184,7 @@ class OperatorBench:
 
     def _operator(self, op: Operator, copies: int) -> tuple[_Clock, _Clock]:
         """Time of all copies forward and backward, with all results alive at once."""
-        cases = [_CASES[op.op](self, op) for _ in range(copies)]
+        cases = [CASES[op.op](self, op) for _ in range(copies)]
         forward, backward = [], []
         for _ in range(1 + _PASSES):
             self.process.barrier()
@@ -229,7 +233,7 @@ class OperatorBench:
         fully_shard(unit, mesh=self.process.mesh)
         grads = torch.randn(world_size, max(1, self.work.num_trained // 16))
         shard = torch.empty(grads.shape[1])
-        rows_SD = torch.randn(self.work.row_tokens, self.config.hidden_size, dtype=self.dtype)
+        rows_SD = torch.randn(self.documents.bounds[-1], self.config.hidden_size, dtype=self.dtype)
         group = self.process.mesh.get_group("shard")
         calls: dict[str, tuple[int, Callable[[], object]]] = {
             "all_gather": (gathered_bytes, unit.unshard),
@@ -266,123 +270,6 @@ class OperatorBench:
         for request in dist.batch_isend_irecv(ops):
             request.wait()
 
-
-def _rows(bench: OperatorBench, *channels: int) -> Tensor:
-    shape = (bench.documents.bounds[-1], *channels)
-    return torch.randn(shape, dtype=bench.dtype).requires_grad_()
-
-
-def _linear(bench: OperatorBench, op: Operator) -> Callable[[], Tensor]:
-    num_out, num_in = canonical_tensors(bench.config)[op.tensors[0]].shape
-    module = Projection(num_in, num_out, dtype=bench.dtype)
-    if bench.lora is not None:
-        module.requires_grad_(False)
-        if op.num_trained:
-            module = LoraLinear(module, op.name, bench.lora, torch.float32)
-            nn.init.normal_(module.lora_A.weight)
-            nn.init.normal_(module.lora_B.weight)
-    x_SD = _rows(bench, num_in)
-    return lambda: module(x_SD)
-
-
-def _norm(bench: OperatorBench, op: Operator) -> Callable[[], Tensor]:
-    per_head = op.name.endswith(("q_norm", "k_norm", "v_norm"))
-    width = _channels(bench, op)
-    num_channels = op.num_params or (
-        bench.config.attention(op.layer).head_dim if per_head else width
-    )
-    module = RmsNorm(
-        num_channels, bench.config.norm_eps, has_weight=bool(op.tensors), dtype=bench.dtype
-    )
-    module.requires_grad_(bench.lora is None)
-    if not op.name.endswith(("q_norm", "k_norm")):
-        x = _rows(bench, width // num_channels, num_channels)
-        return lambda: module(x)
-    x_SHC = _rows(bench, width // num_channels, num_channels)
-    rope = rope_table(bench.positions, num_channels, 10_000.0, 1.0)
-    return lambda: module(x_SHC, rope)
-
-
-def _rotate(bench: OperatorBench, op: Operator) -> Callable[[], Tensor]:
-    head_dim = bench.config.attention(op.layer).head_dim
-    x_SHC = _rows(bench, _channels(bench, op) // head_dim, head_dim)
-    cos_S1c, sin_S1c = rope_table(bench.positions, head_dim, 10_000.0, 1.0)
-    return lambda: rotate_rows(x_SHC, cos_S1c, sin_S1c)
-
-
-def _channels(bench: OperatorBench, op: Operator) -> int:
-    """Of its result, all heads together."""
-    return round(op.out_bytes_per_token) // bench.dtype.itemsize
-
-
-def _evenly(num_tokens: int, document_tokens: int) -> Documents:
-    count = max(1, round(num_tokens / document_tokens))
-    return Documents.from_starts([num_tokens * at // count for at in range(count)], num_tokens)
-
-
-def _attention(bench: OperatorBench, op: Operator) -> Callable[[], Tensor]:
-    kind = bench.config.attention(op.layer)
-    q_SHC = _rows(bench, kind.num_heads, kind.head_dim)
-    k_SKC, v_SKC = (_rows(bench, kind.num_kv_heads, kind.head_dim) for _ in range(2))
-    documents = bench.documents
-    options = {"scale": bench.config.query_scale, "window": kind.window}
-    return lambda: packed_attention(q_SHC, k_SKC, v_SKC, documents, **options)
-
-
-def _gate(bench: OperatorBench, op: Operator) -> Callable[[], Tensor]:
-    a_SF, b_SF = (_rows(bench, _channels(bench, op)) for _ in range(2))
-    return lambda: gated_product(a_SF, b_SF, bench.config.activation)
-
-
-def _add(bench: OperatorBench, op: Operator) -> Callable[[], Tensor]:
-    a_SD, b_SD = (_rows(bench, _channels(bench, op)) for _ in range(2))
-    return lambda: a_SD + b_SD
-
-
-def _scale(bench: OperatorBench, op: Operator) -> Callable[[], Tensor]:
-    x_SD, factor = _rows(bench, _channels(bench, op)), torch.ones(1, dtype=bench.dtype)
-    return lambda: x_SD * factor
-
-
-def _embedding(bench: OperatorBench, op: Operator) -> Callable[[], Tensor]:
-    shape = canonical_tensors(bench.config)[op.tensors[0]].shape
-    table_VD = torch.zeros(shape, dtype=bench.dtype).requires_grad_(bench.lora is None)
-    tokens_S = torch.randint(shape[0], (bench.documents.bounds[-1],))
-    return lambda: nn.functional.embedding(tokens_S, table_VD) * 2.0
-
-
-def _rope(bench: OperatorBench, op: Operator) -> Callable[[], Tensor]:
-    positions_S = bench.positions
-    head_dim = bench.config.kinds[0].head_dim
-    return lambda: rope_table(positions_S, head_dim, 10_000.0, 1.0)[0]
-
-
-def _head(bench: OperatorBench, op: Operator) -> Callable[[], Tensor]:
-    config, count = bench.config, bench.num_counted
-    # logits of order one, as a model's: exponentials of wider ones are denormal and slow
-    scale = config.hidden_size**-0.5
-    shape = (config.vocab_size, config.hidden_size)
-    head_VD = torch.empty(shape, dtype=bench.dtype).normal_(std=scale)
-    head_VD.requires_grad_(bench.lora is None)
-    hidden_SD = _rows(bench, config.hidden_size)
-    counted_N = torch.randperm(bench.documents.bounds[-1])[:count]
-    targets_N = torch.randint(config.vocab_size, (count,))
-    options = {"num_counted_global": count, "soft_cap": config.logit_soft_cap}
-    return lambda: counted_cross_entropy(hidden_SD, head_VD, counted_N, targets_N, **options)
-
-
-_CASES: dict[str, Callable[[OperatorBench, Operator], Callable[[], Tensor]]] = {
-    "linear": _linear,
-    "norm": _norm,
-    "attention": _attention,
-    "gate": _gate,
-    "add": _add,
-    "scale": _scale,
-    "rotate": _rotate,
-    "embedding": _embedding,
-    "rope": _rope,
-    "head": _head,
-}
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

@@ -46,7 +46,7 @@ WORK = Workload(
 @pytest.mark.parametrize("lora", [True, False])
 def test_rates_are_enough_for_a_prediction_and_are_kept(tmp_path, monkeypatch, lora):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    work = WORK if lora else replace(WORK, lora_rank=0)
+    work = WORK if lora else replace(WORK, lora_rank=0, context_degree=2)
     table = calibration.calibrate(CONFIG, work, num_processes=2)
     assert 0.0 < table["cores_frac"] <= 1.1
     assert {rate["unit"] for rate in table["rates"].values()} == {
@@ -59,7 +59,8 @@ def test_rates_are_enough_for_a_prediction_and_are_kept(tmp_path, monkeypatch, l
         *("embedding", "rope", "norm", "linear", "attention", "gate", "add", "head")
     }
     assert ("linear.32x32.trained.F" in timed) and (("linear.16x32.F" in timed) == lora)
-    found = predict(CONFIG, work, [Fsdp()], table["rates"], mesh=Mesh(shard=2))
+    mesh = Mesh(shard=2) if lora else Mesh(shard=1, cp=2)
+    found = predict(CONFIG, work, [Fsdp()], table["rates"], mesh=mesh)
     assert 0.0 < found.step_s < 10.0 and found.peak_bytes > 0.0
 
     def never(*args, **kwargs):
