@@ -161,7 +161,14 @@ def _runs_of_passes(rows: Trace) -> list[tuple[str, float, float]]:
 
 
 def _communication(rows: Trace) -> _Spans:
+    """Exchanges as their receivers see them.
+
+    A measured send lasts until somebody asks for it, long after its bytes have left; how long an
+    exchange held a rank up is a part of it that has a row of its own.
+    """
     talk = rows.select(rows.column("axis") != "")
+    if rows.source == "measured":
+        talk = talk.select(~np.isin(talk.column("operator"), ("send", "wait")))
     kinds = np.full(len(talk), COMMUNICATION, dtype=object)
     return _Spans(talk.columns["start_s"], talk.columns["dur_s"], kinds)
 

@@ -20,7 +20,7 @@ from phalanx.pages.content import (
 from phalanx.pages.prices import beside_published, machines, price_lines
 from phalanx.pages.shown import percent, shown, visible
 from phalanx.report import Report, Row
-from phalanx.trace import merge
+from phalanx.trace import TraceBuilder, merge
 from tests.pages.run_pages import LONG_NOTE, elsewhere, parity, report, step
 
 
@@ -168,6 +168,17 @@ def test_strips_hold_the_seconds_of_the_step(source):
     talk = found.strips[2].runs
     drawn_s = sum(stop_s - start_s for _, start_s, stop_s in talk)
     assert len(talk) == 2 and drawn_s == pytest.approx(0.12, rel=0.02)
+
+
+def test_a_measured_exchange_counts_where_it_is_received_and_once():
+    builder = TraceBuilder("measured", "job")
+    about = {"step": 1, "axis": "pp", "lane": "send:pp"}
+    builder.add(**about, operator="send", start_s=0.0, dur_s=0.6)  # seen to end with the step
+    builder.add(**about, operator="wait", start_s=0.25, dur_s=0.05)
+    without = strips.one_step(step("measured", 1))
+    assert without is not None
+    trace = merge([without, builder.build()])
+    assert strips.seconds_by_kind(trace, 0) == strips.seconds_by_kind(without, 0)
 
 
 def test_runs_follow_each_other():

@@ -186,10 +186,13 @@ def _memory(summary: Summary) -> MemoryStack | None:
 
 
 def _timeline(summary: Summary, measured: Trace) -> Timeline:
-    forecast, step = summary.forecast, one_step(measured)
+    trained, forecast, step = summary.trained, summary.forecast, one_step(measured)
     notes = []
     if forecast is not None:
-        notes.append("Simulated: a typical step, its micro-batches and ranks alike.")
+        alike = (
+            "micro-batches" if trained.plan.program("train").order else "micro-batches and ranks"
+        )
+        notes.append(f"Simulated: a typical step, its {alike} alike.")
         if not forecast.trace.notes["overlaps"]:
             notes.append(
                 "In it collectives take turns with computing, as both need the processor's cores."
