@@ -40,7 +40,7 @@ check: install
 
 bench: install
 	mkdir -p runs/bench
-	for name in core reshard scheduler padding decode planner simulator; do $(BIN)/python benchmarks/$$name.py --json runs/bench/$$name.json || exit 1; done
+	for name in core reshard scheduler padding decode planner simulator pipeline context; do $(BIN)/python benchmarks/$$name.py --json runs/bench/$$name.json || exit 1; done
 
 soak: install
 	HYPOTHESIS_PROFILE=search $(PYTEST) -m "not slow and not dist and not demo"

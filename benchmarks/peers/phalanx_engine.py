@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 
 import numpy as np
@@ -42,19 +42,38 @@ def job_of(case: Case) -> Job:
     return job
 
 
-def built(case: Case, mesh: dict[str, int], specs: list[dict]) -> Callable[[int], None]:
-    """The engine on a mesh; the process group stays open until the process ends."""
+def built(
+    case: Case,
+    mesh: dict[str, int],
+    specs: list[dict],
+    *,
+    order: Mapping[str, object] | None = None,
+    stages: Sequence[tuple[int, int]] = (),
+) -> Callable[[int], None]:
+    """The engine on a mesh; the process group stays open until the process ends.
+
+    Args:
+        order, stages: of a pipeline: its schedule, and the layers of each stage.
+    """
     role = RoleProgram(
         pool="here",
         mesh=mesh,
         specs=specs,
+        order=order or {},
+        batch={"stages": [list(stage) for stage in stages]} if stages else {},
         dtypes={"master": "float32", "compute": "bfloat16", "reduce": "float32"},
     )
     stack = ExitStack()
     process = stack.enter_context(start_process("cpu", Mesh(mesh)))
     job = job_of(case)
     model = build_model(job, role, model_source(job), process)
-    optimizer = ShardedAdamW(model.decoder.named_parameters(), clip_norm=1.0)
+    of_stages = model.stages
+    optimizer = ShardedAdamW(
+        model.data.named_held(model.decoder.named_parameters()),
+        clip_norm=1.0,
+        group=None if of_stages is None else of_stages.group,
+        counted_elsewhere=() if of_stages is None else of_stages.tied,
+    )
     guard = Guard(process.device)
     stepper = TrainStep(model, optimizer, process.device, 0, guard=guard)
     rank, size = model.data.rank, model.data.num_ranks

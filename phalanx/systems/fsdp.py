@@ -24,4 +24,13 @@ SYSTEM = System(
     ),
     policies=("data/fsdp",),
     code="github.com/pytorch/pytorch",
+    ran=(
+        (
+            "Two and four gloo processes on CPUs: full and hybrid sharding, with and "
+            "without reshard, beside tensor and context axes, equal to one process; the "
+            "real log equals the lowered step (tests/engines)."
+        ),
+        "`phalanx train` with Gemma 3 270M on two processes (docs/performance.md).",
+        "Not run: NCCL, several machines; the rate limiter has no counterpart in FSDP2.",
+    ),
 )

@@ -23,4 +23,14 @@ SYSTEM = System(
         "bubbles without a second copy of the weights."
     ),
     policies=("pipeline/hanayo",),
+    ran=(
+        ("One process, arrays: orders of 2 to 32 ranks played in virtual time (this page)."),
+        (
+            "Two and four gloo processes on CPUs: gradients equal to the bit to one process "
+            "that adds micro-batches in the same order (tests/worlds), sleeping kernels "
+            "beside the simulation (benchmarks/pipeline.py), `phalanx train` with "
+            '`plan.pipeline = "hanayo"` (tests/engines, examples/layouts/pp-cp.toml).'
+        ),
+        "Not run: NCCL, several machines.",
+    ),
 )

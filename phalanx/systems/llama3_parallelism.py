@@ -25,4 +25,14 @@ SYSTEM = System(
     policies=("context/all_gather",),
     builds_on=("data/fsdp", "tensor/megatron", "pipeline/interleaved"),
     modules=("planner/sizing",),
+    ran=(
+        "Arrays: orders of 4 and 16 ranks with rounds of any length (this page).",
+        (
+            "Two to four gloo processes on CPUs: interleaved rounds on torch's runtime to "
+            "the bit, gathered context parallelism with document masks, ZeRO 1 and 2 by the "
+            "rounds of the order, slow-rank search on a real slow rank (tests/engines, "
+            "tests/analyze)."
+        ),
+        "Not run: 16,384 GPUs; the multimodal encoder.",
+    ),
 )

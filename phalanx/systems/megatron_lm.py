@@ -35,4 +35,19 @@ SYSTEM = System(
     policies=("tensor/megatron", "pipeline/interleaved"),
     builds_on=("pipeline/1f1b",),
     code="github.com/NVIDIA/Megatron-LM",
+    ran=(
+        (
+            "Two and four gloo processes on CPUs: tensor and sequence parallelism with a "
+            "split vocabulary, interleaved pipelines, and both with data parallelism, equal "
+            "to one process (tests/engines, tests/worlds)."
+        ),
+        (
+            "Counts and bytes of collectives: the real log equals the lowered step "
+            "(tests/engines/test_tensor_traced.py)."
+        ),
+        (
+            "Not run: NCCL; overlap of exchange and product is not built; expert "
+            "parallelism neither."
+        ),
+    ),
 )

@@ -62,4 +62,13 @@ SYSTEM = System(
         "expert/gshard",
     ),
     builds_on=("data/fsdp",),
+    ran=(
+        (
+            "Per work, tests on two to four gloo processes against one process: DDP and "
+            "ZeRO 1 to 3 (tests/engines), GPipe, 1F1B, zero bubble and ZB-V (tests/worlds), "
+            "ring, Ulysses and USP (tests/ops, tests/engines), offloaded optimizer states "
+            "to the bit (tests/engines)."
+        ),
+        'Not run: NCCL; the works named under "not reproduced" are not here.',
+    ),
 )

@@ -15,7 +15,7 @@ _SOURCE = Source(
 )
 
 
-@register("data", "fsdp", grain="unit", source=_SOURCE)
+@register("data", "fsdp", grain="unit", source=_SOURCE, status="verified")
 @dataclass(frozen=True, kw_only=True)
 class Fsdp(Spec):
     """Shards parameters, gradients and optimizer state over `axis`, one unit at a time.

@@ -20,7 +20,7 @@ _PER_HEAD = ("*.q_norm", "*.k_norm")  # whole on every rank, which sees its own 
 _SUM = Exchange(collective="all_reduce", phase="B", at="after", of="grads", when="last")
 
 
-@register("tensor", "megatron", grain="operator", source=_SOURCE)
+@register("tensor", "megatron", grain="operator", source=_SOURCE, status="verified")
 @dataclass(frozen=True, kw_only=True)
 class Megatron(Spec):
     """Cuts each block's first products by output column and its last by input row.
@@ -29,6 +29,7 @@ class Megatron(Spec):
     `sequence_parallel` the tokens between blocks are split over the same ranks: each all-reduce
     becomes an all-gather before and a reduce-scatter after, of the same ring volume, and
     (`gather_twice`) the gathered input is not kept but gathered again for the weight gradient.
+    With `overlap` the sum of a block's input gradient runs beside the gradients of its weights.
 
     Symbols: t = degree of `axis`; b s h = tokens x width of a micro-batch (payload_bytes of one
     exchange); L = layers.
@@ -54,15 +55,16 @@ class Megatron(Spec):
     which the prices here do not know: they divide these too. A tied head's gradient and rows that
     do not count in the loss travel less than priced (the loss exchanges counted rows only). With
     sequence parallelism and a whole vocabulary, embedding and head work on a rank's own tokens,
-    which the trainer refuses. Tokens are padded to a multiple of t; overlap of exchange and product
-    is not modelled. Where whole layers are computed again (recompute = "full"), they gather again
-    anyway, and `gather_twice` adds nothing.
+    which the trainer refuses. Tokens are padded to a multiple of t. `overlap` is not priced, and
+    does nothing for frozen weights. Where whole layers are computed again (recompute = "full"),
+    they gather again anyway, and `gather_twice` adds nothing.
     """
 
     axis: str = "tp"
     sequence_parallel: bool = False
     gather_twice: bool = True
     vocabulary_parallel: bool = True
+    overlap: bool = False
 
     def rules(self) -> tuple[Rule, ...]:
         """Columns and rows of the products, exchanges around attention and MLP blocks, and what
@@ -72,7 +74,10 @@ class Megatron(Spec):
         return (
             *(Rule(pattern=f"*.{name}", placement="column", dim=0) for name in _COLUMN),
             *(Rule(pattern=f"*.{name}", placement="row", dim=1) for name in _ROW),
-            *(Rule(pattern=block, placement="block", exchanges=exchanges) for block in _BLOCKS),
+            *(
+                Rule(pattern=block, placement="block", exchanges=exchanges, overlap=self.overlap)
+                for block in _BLOCKS
+            ),
             *(self._vocabulary() if self.vocabulary_parallel else ()),
             *(Rule(pattern=name, placement="partial", exchanges=(_SUM,)) for name in partial),
         )
