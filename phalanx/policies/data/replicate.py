@@ -14,7 +14,7 @@ _SOURCE = Source(
 )
 
 
-@register("data", "replicate", grain="unit", source=_SOURCE)
+@register("data", "replicate", grain="unit", source=_SOURCE, status="verified")
 @dataclass(frozen=True, kw_only=True)
 class Replicate(Spec):
     """Keeps whole parameters on every rank of `axis` and sums gradients unit by unit.

@@ -15,7 +15,7 @@ _SOURCE = Source(
 )
 
 
-@register("data", "zero", grain="unit", source=_SOURCE)
+@register("data", "zero", grain="unit", source=_SOURCE, status="verified")
 @dataclass(frozen=True, kw_only=True)
 class Zero(Spec):
     """Keeps whole weights on every rank of `axis`; each updates its rows and sends them round.
