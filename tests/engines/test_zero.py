@@ -16,7 +16,7 @@ from phalanx.engines.optim import MOMENTS, ShardedAdamW
 from phalanx.engines.trainer_model import TrainModel
 from phalanx.engines.unit_sum import local_of
 from phalanx.mesh import Mesh
-from phalanx.models.spec import small_config
+from phalanx.models.spec import LoraSpec, small_config
 from phalanx.policies.data.replicate import Replicate
 from phalanx.policies.data.zero import Zero
 from phalanx.worlds.logged_group import device_mesh, init_logged
@@ -74,6 +74,19 @@ def test_a_cut_update_trains_as_one_process(expected, world_size, cases):
             for name, weight in expected.weights.items():
                 torch.testing.assert_close(found.weights[name], weight, rtol=0, atol=1e-9)
             assert not found.misplaced
+
+
+@pytest.mark.dist
+def test_a_cut_update_trains_adapters_as_one_process():
+    lora = LoraSpec(rank=3, alpha=6.0)
+    cases = [replace(case, lora=lora, steps=4) for case in TWO[:2]]
+    expected = train_plain(cases[0])
+    for outcomes in run_ranks(train_cases, 2, cases, backend=None):
+        for found in outcomes:
+            assert found.losses == pytest.approx(expected.losses, rel=1e-10)
+            for name, weight in expected.weights.items():
+                torch.testing.assert_close(found.weights[name], weight, rtol=0, atol=1e-9)
+            assert not (found.changed or found.misplaced)
 
 
 # ---- memory --------------------------------------------------------------------------------------

@@ -25,9 +25,10 @@ class Fsdp(Spec):
     exist. The root stays gathered between its forward and its backward pass. Low-rank adapters are
     one unit together, so that frozen layers need not travel because of what little changes in them.
 
-    Symbols: F = degree of `axis`; N = units, root included; psi_i, Psi = elements of unit i and of
-    all; K = bytes per element in compute (`param_dtype`), R = in reduction (`reduce_dtype`), M = in
-    storage; p = `prefetch`; m = micro-batches of a step.
+    Symbols: F = degree of `axis`, times that of the axes that split a row's tokens (whose ranks use
+    the same parameters); N = units, root included; psi_i, Psi = elements of unit i and of all; K =
+    bytes per element in compute (`param_dtype`), R = in reduction (`reduce_dtype`), M = in storage;
+    p = `prefetch`; m = micro-batches of a step.
 
     Costs per rank and step
         collectives, one micro-batch: 3N - 1 with `reshard_after_forward`, 2N without

@@ -22,7 +22,8 @@ class Replicate(Spec):
     After `fsdp` in the same plan it is the outer half of hybrid sharding (HSDP): the shards are
     summed across replicas, on the axis where bytes are dear.
 
-    Symbols: R = degree of `axis`; F = degree over which an earlier policy has cut the gradients
+    Symbols: R = degree of `axis`, times that of the axes that split a row's tokens unless an
+    earlier policy shards over these; F = degree over which an earlier policy has cut the gradients
     (1: none); N = units, root included; Psi = elements of the model; B = bytes per element in
     reduction (`reduce_dtype`).
 

@@ -27,16 +27,17 @@ class Zero(Spec):
     another one has its turn; only shards are kept. Weights are never gathered in between, so both
     suit pipelines, where sharded weights would be gathered at every visit of a stage.
 
-    Symbols: F = degree of `axis`; N = units, root included; Psi = elements of the model; K = bytes
-    per element of weights, R = in reduction (`reduce_dtype`), M = of master weights; r = rounds of
-    a step (1 at stage 1).
+    Symbols: F = degree of `axis`, times that of the axes that split a row's tokens (whose ranks use
+    the same weights); N = units, root included; Psi = elements of the model; K = bytes per element
+    of weights, R = in reduction (`reduce_dtype`), M = of master weights; r = rounds of a step (1 at
+    stage 1).
 
     Costs per rank and step
         collectives: r N reduce-scatters, N all-gathers
         bytes sent: r R Psi (F-1)/F + K Psi (F-1)/F; with R = K and r = 1 as an all-reduce
         memory: K Psi weights + K Psi gradients (R Psi/F at stage 2) + (8 + M) Psi/F AdamW (fp32),
-            less M Psi/F where weights are kept in the master dtype; one unit's gradients twice
-            while they are reduced
+            less M Psi/F where weights are kept in the master dtype; of two units a second
+            copy of the gradients while they are reduced
         every Psi counts each parameter's dim 0 padded to a multiple of F
         in 16-bit weights and gradients and fp32 masters: 4 + 12/F and 2 + 14/F bytes per element
 
