@@ -48,7 +48,7 @@ ORDERS: dict[str, Any] = {
 WHOLE = [name for name in ORDERS if name != "ZB-H1"]  # backward passes in one part
 ITEMS, ROUNDS = 4, 3
 FORWARD_S, BACKWARD_S = 0.16, 0.32  # asleep, of a rank's share of the model
-LAYERS, ROWS, WIDTH = 8, 256, 512  # of a rank's share, with products
+LAYERS, ROWS, WIDTH = 8, 512, 1024  # of a rank's share, with products
 AGREES_FRAC = 0.10
 
 
