@@ -72,6 +72,7 @@ class Rule:
         exchanges: collectives per pass, in order.
         reshard: give the gathered parameters back after the forward pass.
         prefetch: units gathered ahead.
+        overlap: a block's backward exchange runs beside the gradients of its weights.
         param_dtype, reduce_dtype: names as torch prints them, without "torch."; "" keeps them.
     """
 
@@ -81,6 +82,7 @@ class Rule:
     exchanges: tuple[Exchange, ...] = ()
     reshard: bool = False
     prefetch: int = 0
+    overlap: bool = False
     param_dtype: str = ""
     reduce_dtype: str = ""
 

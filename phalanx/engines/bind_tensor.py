@@ -35,6 +35,7 @@ from torch import Tensor, nn
 from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from phalanx.engines.overlapped import Started, enter_started, wait_behind
 from phalanx.engines.remade import remaking
 from phalanx.engines.tensor_products import CutProduct
 from phalanx.errors import PlanError
@@ -145,7 +146,7 @@ def bind_tensor(
         if rule is None or (done and path.startswith(done)):
             continue
         if rule.placement == "block":
-            each.forward = _Block(bound, each.forward, gathers_again=_gathers_again(rule))
+            each.forward = _Block(bound, each, rule)
         elif rule.placement == "partial":
             bound.partial += [(each, name) for name, _ in each.named_parameters("", False)]
         elif rule.placement == "vocab":
@@ -188,31 +189,43 @@ def _splits_tokens(spec: Spec, where: str) -> bool:
     return splits
 
 
-def _gathers_again(rule: Rule) -> bool:
-    """Whether the block's gathered input is not kept, but gathered again by the backward pass."""
-    return any(exchange.of == "inputs" for exchange in rule.exchanges)
-
-
 class _Block:
     """The forward pass of a module around products.
 
     Its first argument is exchanged once, for all column products that read it.
     """
 
-    def __init__(
-        self, bound: BoundTensor, forward: Callable[..., Tensor], *, gathers_again: bool
-    ) -> None:
-        self._bound, self._forward, self._gathers_again = bound, forward, gathers_again
+    def __init__(self, bound: BoundTensor, module: nn.Module, rule: Rule) -> None:
+        self._bound, self._module, self._forward = bound, module, module.forward
+        self._overlaps = rule.overlap
+        # what was gathered is not kept, but gathered again by the backward pass
+        self._gathers_again = any(exchange.of == "inputs" for exchange in rule.exchanges)
 
     def __call__(self, x: Tensor, *others, **keywords) -> Tensor:
         bound = self._bound
         if not (self._gathers_again and bound.splits_tokens):
-            return self._forward(bound.enter(x), *others, **keywords)
+            return self._forward(self._enter(x), *others, **keywords)
         with remaking() as remade:
-            whole = bound.enter(x)
+            whole = self._enter(x)
             if remade is not None:
                 remade.note(whole, gathered, x, bound.group)
             return self._forward(whole, *others, **keywords)
+
+    def _enter(self, x: Tensor) -> Tensor:
+        bound = self._bound
+        is_training = torch.is_grad_enabled() and x.requires_grad
+        deferred = self._deferrable() if self._overlaps and is_training else []
+        if not deferred:
+            return bound.enter(x)
+        started = Started(bound.group, bound.splits_tokens)
+        x = wait_behind(x, started)
+        for each in deferred:
+            each.defer()
+        return enter_started(x, started)
+
+    def _deferrable(self) -> list[CutProduct]:
+        forwards = (getattr(each, "forward", None) for each in self._module.modules())
+        return [each for each in forwards if isinstance(each, CutProduct) and each.can_defer]
 
 
 def _cut_product(

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from phalanx.engines.overlapped import Later, product, weight_later
 from phalanx.ops.dropout import DropoutKey
 
 
@@ -34,10 +35,26 @@ class CutProduct:
     ) -> None:
         self._module, self._first_channel, self._leaves = module, first_channel, leaves
         self._rows: slice | Tensor | None = None if rows is None else _as_index(rows)
+        self._later: tuple[Tensor, Later] | None = None
+
+    @property
+    def can_defer(self) -> bool:
+        """Whether the gradient of the weight can wait: a column product without an adapter."""
+        module = self._module
+        adapted = hasattr(module, "lora_A")
+        return self._leaves is None and not adapted and module.weight.requires_grad
+
+    def defer(self) -> None:
+        """The next call computes its weight's gradient behind the block's exchange."""
+        later = Later()
+        self._later = (weight_later(self._held(self._module.weight), later), later)
 
     def __call__(self, x_Si: Tensor, dropout: DropoutKey | None = None) -> Tensor:
         """[S, o], or what `leaves` makes of it."""
         module = self._module
+        if self._later is not None:
+            (weight_oi, later), self._later = self._later, None
+            return product(x_Si, weight_oi, later)
         weight_oi = self._held(module.weight)
         if hasattr(module, "lora_A"):
             down_Ri, up_oR = held(module.lora_A.weight), self._held(module.lora_B.weight)

@@ -38,6 +38,7 @@ THREES = small_config(
 LORA = LoraSpec(rank=3, alpha=7.0)
 DROPPED = LoraSpec(rank=3, alpha=7.0, dropout=0.3)
 TWICE = MEGATRON | {"sequence_parallel": True}  # inputs of blocks are gathered again
+BESIDE = {"overlap": True}
 WHOLE_HEAD = MEGATRON | {"vocabulary_parallel": False}
 STEPS = 4
 FULL = Case(config=CONFIG, steps=STEPS)
@@ -72,6 +73,15 @@ CASES = {
     "tp 2, gathered twice, norms again": replace(FULL, recompute="selective", specs=(TWICE,)),
     "tp 2, gathered twice, layers again": replace(FULL, recompute="full", specs=(TWICE,)),
     "tp 2, gathered twice, dropout": replace(ADAPTED, lora=DROPPED, specs=(TWICE,)),
+    "tp 2, beside products": replace(FULL, specs=(MEGATRON | BESIDE,)),
+    "tp 2, tokens split, beside products": replace(FULL, specs=(TWICE | BESIDE,)),
+    "tp 2, beside products, layers again": replace(
+        FULL, recompute="full", specs=(MEGATRON | BESIDE,)
+    ),
+    "fsdp 2 x tp 2, beside products": replace(FULL, mesh=BOTH, specs=(FSDP, MEGATRON | BESIDE)),
+    "tp 4 of 2 kv heads, beside products": replace(
+        FULL, mesh={"shard": 1, "tp": 4}, specs=(FSDP, MEGATRON | BESIDE)
+    ),
     "tp 2, adapters": ADAPTED,
     "tp 2, adapters, tokens split": replace(ADAPTED, specs=(SEQUENCE,)),
     "tp 2, dropout": replace(ADAPTED, lora=DROPPED),
