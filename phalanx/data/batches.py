@@ -290,7 +290,8 @@ def deal(
 ) -> list[list[int]]:
     """Documents into the fewest rows per rank: heaviest first, into the lightest row with room.
 
-    A rank gets `least_rows` at least, some of them empty where there are too few documents. Where rows are too full for equal work, they are made equal in tokens before one is added.
+    A rank gets `least_rows` at least, some of them empty where there are too few documents. Where
+    rows are too full for equal work, they are made equal in tokens before one is added.
 
     Returns:
         Rows of indices, a whole number of rows per rank; row r belongs to rank r % num_ranks.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.engines.tensor_cases import MEGATRON, REPLICATE, SEQUENCE
+from tests.engines.tensor_cases import SEQUENCE
 from tests.engines.test_train_tensor import answers, exported, numbers
 from tests.engines.train_cases import FSDP, run_train
 from tests.tiny_run import write_base, write_pairs
@@ -15,12 +15,10 @@ GATHERED = {"family": "context", "name": "all_gather", "layout": "per_document"}
 HEADS = {"family": "context", "name": "ulysses", "axis": "heads"}
 LAYOUTS = {
     "pretrain": {
-        "ring": ({"replicate": 1, "cp": 2}, (REPLICATE, RING)),
         "sharded": ({"shard": 2, "cp": 2}, (FSDP, GATHERED)),
         "heads in a ring": ({"cp": 2, "heads": 2}, (HEADS, RING)),
     },
     "lora": {
-        "gathered": ({"cp": 2}, (GATHERED,)),
         "tokens split": ({"shard": 1, "cp": 2, "tp": 2}, (FSDP, SEQUENCE, RING)),
     },
 }
