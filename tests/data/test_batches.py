@@ -125,6 +125,24 @@ def test_dealing_balances_work():
     assert max(per_rank) <= 1.05 * sum(lengths) / 4
 
 
+@given(
+    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=20),
+    num_ranks=st.integers(1, 3),
+    least=st.integers(1, 7),
+)
+def test_ranks_get_the_rows_that_they_need_at_least_without_losing_a_document(
+    lengths, num_ranks, least
+):
+    sizes = {"row_tokens": 40, "num_ranks": num_ranks}
+    rows = batches.deal(lengths, lengths, **sizes, least_rows=least)
+    fewest = len(batches.deal(lengths, lengths, **sizes))
+    assert len(rows) == max(fewest, least * num_ranks)
+    assert sorted(index for row in rows for index in row) == list(range(len(lengths)))
+    stream = batches.SampleStream(make_samples([max(2, each) for each in lengths]))
+    step = batches.step_batch(stream, 0, global_batch_tokens=60, rank=0, **sizes, least_rows=least)
+    assert len(step.micro_batches) >= least
+
+
 def test_no_sample_is_refused():
     with pytest.raises(JobError) as caught:
         batches.SampleStream(make_samples([]))

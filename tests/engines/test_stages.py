@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from phalanx.engines.stages import BoundStages, bind_stages
+from phalanx.engines.trainer_model import bind_model
 from phalanx.errors import PlanError
+from phalanx.job import load_job
 from phalanx.models.decoder import Decoder, Part
 from phalanx.plan import RoleProgram
 from tests.tiny_run import tiny_base
@@ -104,3 +106,12 @@ def test_a_stage_without_anything_to_train_ends_the_backward_pass():
     hidden_SD = view(torch.tensor([1, 2, 3]))
     hidden_SD.sum().backward()
     assert hidden_SD.requires_grad and decoder.model.embed_tokens.weight.grad is None
+
+
+def test_sharded_weights_beside_a_pipeline_are_refused_with_what_suits_it():
+    fsdp = {"family": "data", "name": "fsdp", "axis": "shard"}
+    both = RoleProgram(pool="all", mesh={"pp": 2, "shard": 2}, order=ONE_F_ONE_B, specs=(fsdp,))
+    job = load_job(None, {"model.name": "tiny", "data.source": "none"})
+    with pytest.raises(PlanError, match="gathers weights at every visit of a stage") as caught:
+        bind_model(job, both, tiny_base(), Grid(0, 2))
+    assert list(caught.value.legal) == ["zero with stage 1 or 2", "replicate"]
