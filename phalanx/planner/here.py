@@ -122,17 +122,6 @@ def plan_here(
         recompute=job.plan.recompute,
         device=device_here(),
     )
-    react = job.plan.serve
-    serve = RoleProgram(
-        pool="here",
-        mesh={"replicate": 1},
-        reacts=(
-            {"family": "serve"} | ({"name": react} if isinstance(react, str) else dict(react)),
-        ),
-        batch={"max_running": job.serve.max_running, "max_tokens": job.serve.max_tokens},
-        dtypes={"params": job.model.dtype},
-        device="cpu",
-    )
     exported = Transition(
         source="train",
         target="serve",
@@ -146,9 +135,23 @@ def plan_here(
         job_key=job.result_key,
         hardware=hardware | {"rates": {key: entry["value"] for key, entry in rates.items()}},
         pools={"here": Pool(machine=hardware["machine"], devices=tuple(range(shape.mesh.size)))},
-        programs={"train": train, "serve": serve},
+        programs={"train": train, "serve": _serving_role(job)},
         transitions=(exported,),
         predictions=[asdict(row) for row in report.rows],
+    )
+
+
+def _serving_role(job: Job) -> RoleProgram:
+    """Of the result, on one process."""
+    react = job.plan.serve
+    options = {"name": react} if isinstance(react, str) else dict(react)
+    return RoleProgram(
+        pool="here",
+        mesh={"replicate": 1},
+        reacts=({"family": "serve"} | options,),
+        batch={"max_running": job.serve.max_running, "max_tokens": job.serve.max_tokens},
+        dtypes={"params": job.model.dtype},
+        device="cpu",
     )
 
 
