@@ -47,11 +47,13 @@ def terms_of_ranks(
     *,
     reduce_bytes: int = 4,
     recompute: str = "none",
+    offloads: bool = False,
 ) -> list[dict[str, float]]:
     """Name -> bytes, of each rank of the pipeline.
 
     Args:
         units: from `units_of_ranks`.
+        offloads: as in `step_memory.memory_terms`.
     """
     parts = [partial(pipeline.runs, stage) for stage in range(pipeline.num_stages)]
     per_stage = saved_of(config, work, recompute, parts)
@@ -70,6 +72,7 @@ def terms_of_ranks(
             recompute=recompute,
             saved_per_token=pipeline.most_live(rank, num_items, kept) + again,
             has_head=pipeline.rank_of_stage[-1] == rank,
+            offloads=offloads,
         )
         terms.append(found)
     return terms

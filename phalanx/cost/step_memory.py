@@ -39,6 +39,7 @@ from phalanx.models.config import DTYPE_BYTES, DecoderConfig
 from phalanx.models.spec import TensorSpec, canonical_tensors, lora_tensors
 from phalanx.policy import Rule, Spec
 
+OFFLOAD_PIECE_BYTES = 1 << 26  # engines.offload maps so much at a time
 _OFTEN = ("always", "round")
 LOGIT_CHUNK_BYTES = 1 << 27  # ops.loss holds at most so many bytes of logits
 
@@ -177,6 +178,7 @@ def memory_terms(
     recompute: str = "none",
     saved_per_token: float | None = None,
     has_head: bool = True,
+    offloads: bool = False,
 ) -> dict[str, float]:
     """Name -> bytes of the tensors of one rank at the peak.
 
@@ -184,14 +186,16 @@ def memory_terms(
         saved_per_token: what is kept of every token of a row, where it is more or less than
             `saved_bytes_per_token`: a pipeline's rank keeps its stages' share of several rows.
         has_head: whether the rank computes the loss.
+        offloads: moments wait elsewhere, and are here a piece at a time.
     """
     if saved_per_token is None:
         saved_per_token = saved_bytes_per_token(config, work, recompute)
     head_rows = has_head * work.row_counted / work.context_degree
     itemsize = DTYPE_BYTES[config.dtype]
+    moments_bytes = 8.0 * sum(u.updated for u in units)
     always = {
         "weights": sum(u.stored for u in units),
-        "optimizer": 8.0 * sum(u.updated for u in units),
+        "optimizer": min(moments_bytes, OFFLOAD_PIECE_BYTES) if offloads else moments_bytes,
     }
     gathered = _gathered_bytes(units)
     gradients = _gradient_bytes(config, work, units, head_rows, reduce_bytes)

@@ -138,6 +138,7 @@ def predict(
     reduce_bytes: int = 4,
     recompute: str = "none",
     pipeline: Pipeline | None = None,
+    offloads: bool = False,
 ) -> Prediction:
     """Seconds and bytes of a step.
 
@@ -149,6 +150,7 @@ def predict(
         master_bytes, reduce_bytes: per element of trained weights and of reductions.
         recompute: none, selective or full.
         pipeline: stages and schedule; None: every rank holds all layers.
+        offloads: moments wait outside the device.
     """
     value = {key: float(entry["value"]) for key, entry in rates.items()}
     pipeline = pipeline or Pipeline.whole(config)
@@ -167,7 +169,13 @@ def predict(
         slowest_s = max(sum(each.values()) for each in after)
         seconds[WAITS] = max(0.0, played_s + slowest_s - sum(seconds.values()))
     terms = terms_of_ranks(
-        local, work, units, pipeline, reduce_bytes=reduce_bytes, recompute=recompute
+        local,
+        work,
+        units,
+        pipeline,
+        reduce_bytes=reduce_bytes,
+        recompute=recompute,
+        offloads=offloads,
     )
     libraries = {name: value[name] for name in ("runtime", "kernels")}
     totals = [sum(each.values()) + sum(libraries.values()) for each in terms]

@@ -48,8 +48,16 @@ def tensor_bytes(job: Job, config: DecoderConfig, work: Workload, shape: Trainin
     pipeline = _pipeline(job, config, work, shape)
     master_bytes = DTYPE_BYTES[job.train.master_dtype]
     units = units_of_ranks(local, work, data, shape.mesh, master_bytes, pipeline)
-    terms = terms_of_ranks(local, work, units, pipeline, recompute=job.plan.recompute)
+    terms = terms_of_ranks(
+        local, work, units, pipeline, recompute=job.plan.recompute, offloads=_offloads(job)
+    )
     return max(sum(each.values()) for each in terms)
+
+
+def _offloads(job: Job) -> bool:
+    """Whether moments leave the memory that counts: on CPUs the host's own does not."""
+    away = ("file",) if device_here() == "cpu" else ("file", "host")
+    return job.plan.offload in away
 
 
 def _pipeline(job: Job, config: DecoderConfig, work: Workload, shape: TrainingShape) -> Pipeline:
@@ -101,6 +109,7 @@ def plan_here(
         master_bytes=DTYPE_BYTES[master],
         recompute=job.plan.recompute,
         pipeline=pipeline,
+        offloads=_offloads(job),
     )
     _require_memory(job, prediction)
     report = Report("prediction")

@@ -45,12 +45,15 @@ def lockfile(priced: PricedJob, chosen: Answer) -> Plan:
         raise JobError("job/bad-value", "--output", chosen.asked.text, rule)
     cluster, training = chosen.asked.cluster, priced.training
     layout = best.sized.layout(training)
+    batch: dict[str, Any] = {"row_tokens": best.sized.row_limit}
+    if layout.offloads:  # where the host is the device, a file is what is outside
+        batch["offload"] = "file" if _device(cluster) == "cpu" else "host"
     role = RoleProgram(
         pool="all",
         mesh=layout.mesh.to_dict(),
         specs=layout.tables(),
         order=layout.schedule or {},
-        batch={"row_tokens": best.sized.row_limit},
+        batch=batch,
         dtypes={
             "compute": priced.job.model.dtype,
             "master": priced.job.train.master_dtype,
@@ -109,6 +112,7 @@ def layout_keys(plan: Plan, job: Job) -> dict[str, Any]:
         "plan.recompute": role.recompute,
         "plan.row_tokens": role.batch["row_tokens"],
     }
+    keys |= {"plan.offload": role.batch["offload"]} if "offload" in role.batch else {}
     tensor, context = _options(role, "tensor"), _options(role, "context")
     keys |= {"plan.tensor": tensor[0]} if tensor else {}
     keys |= {"plan.context": context[0]} if context else {}

@@ -52,6 +52,7 @@ class Layout:
         reduces_always: gradients are scattered after every micro-batch, not kept until the last.
         schedule: the order as a table, None without a pipeline.
         exchange: the context policy.
+        offloads: moments and master weights wait outside the device.
     """
 
     replicate: int = 1
@@ -65,6 +66,7 @@ class Layout:
     reduces_always: bool = False
     schedule: Mapping[str, Any] | None = None
     exchange: str = ""
+    offloads: bool = False
 
     @property
     def num_data_ranks(self) -> int:
@@ -135,7 +137,7 @@ def obstacles(
         "whole experts on tensor ranks": cut if has_experts else np.zeros(cut.shape, dtype=bool),
         "float32 weights on replicas": (zero == 0) & (ranks > 1) & casts,
         "shards of fewer ranks than share a row": (zero > 0) & (columns["shard"] % context != 0),
-        "offload": columns["offload"] > 0,
+        "a part of the moments in the host": (columns["offload"] > 0) & (columns["offload"] < 1),
     }
 
 
@@ -161,4 +163,5 @@ def layout_of(row: Mapping[str, float], *, casts: bool, trains_all: bool) -> Lay
         exchange=_CONTEXT_POLICIES[CONTEXT_KINDS[int(row["context_kind"])]]
         if at["context"] > 1
         else "",
+        offloads=row["offload"] > 0,
     )

@@ -144,6 +144,18 @@ def test_one_rank_of_a_pipeline_is_a_plan_without_one():
     assert alone.most_live(0, 3, [5.0]) == 5.0
 
 
+def test_moments_elsewhere_are_here_a_piece_at_a_time():
+    """A model whose moments are smaller than a piece is mapped whole."""
+    big = replace(CONFIG, vocab_size=1_000_000)
+    for config, mapped in ((CONFIG, None), (big, 1 << 26)):
+        staged = Pipeline.whole(config)
+        units = units_of_ranks(config, work(), (), Mesh(pp=1), 4, staged)
+        (held,) = terms_of_ranks(config, work(), units, staged)
+        (away,) = terms_of_ranks(config, work(), units, staged, offloads=True)
+        assert away["optimizer"] == (mapped or held["optimizer"]) <= held["optimizer"]
+        assert away["weights"] == held["weights"]
+
+
 def test_every_operator_runs_where_its_tensors_are():
     staged = pipeline(4)
     for op in operators(CONFIG, document_tokens=10):

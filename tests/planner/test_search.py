@@ -203,7 +203,7 @@ def test_moments_leave_for_the_host_only_where_a_plan_would_not_fit_otherwise():
     small = sized_plans(FULL_JOB, asked(2).cluster, limit)
     away = small.table["offload"] > 0
     assert away.sum() == (roomy.memory.peak_bytes > limit).sum() > 0
-    assert (small.memory.host_bytes[away] > 0).all() and not small.runnable()[away].any()
+    assert (small.memory.host_bytes[away] > 0).all() and small.runnable()[away].any()
     assert not sized_plans(LORA_JOB, asked(2).cluster, 1e6).table["offload"].any()
 
 
