@@ -260,14 +260,20 @@ def _require_whole_weights(mesh: Mesh, specs: Sequence[Spec]) -> None:
 
 
 def _require_heads(config: DecoderConfig, shape: TrainingShape) -> None:
-    """Refuse context ranks that exchange heads where these do not divide."""
+    """Refuse context ranks that exchange heads where these do not divide, and two axes of which not
+    exactly one does."""
     local = local_config(config, shape.tensor_degree)
-    for spec in shape.specs:
-        places = {rule.placement for rule in spec.rules()} if spec.family == "context" else set()
-        if "all_to_all" in places:
-            degree, where = shape.mesh.degree(spec.axis), f"plan.mesh.{spec.axis}"
-            for kind in local.kinds:
-                require_head_split(kind.num_heads, kind.num_kv_heads, degree, where)
+    wide = [s for s in shape.specs if s.family == "context" and shape.mesh.degree(s.axis) > 1]
+    by_heads = [s for s in wide if any(rule.placement == "all_to_all" for rule in s.rules())]
+    if len(wide) > 2 or (len(wide) == 2 and len(by_heads) != 1):
+        names = [spec.policy_name for spec in wide]
+        rule = "two axes share rows where one of them exchanges heads, and only then"
+        legal = ["ulysses on one axis and ring or all_gather on another", wide[0].policy_name]
+        raise PlanError("plan/illegal", "plan.context", names, rule, legal=legal)
+    for spec in by_heads:
+        degree, where = shape.mesh.degree(spec.axis), f"plan.mesh.{spec.axis}"
+        for kind in local.kinds:
+            require_head_split(kind.num_heads, kind.num_kv_heads, degree, where)
 
 
 def _casts_weights(job: Job) -> bool:

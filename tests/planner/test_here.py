@@ -48,6 +48,11 @@ def test_sequence_parallelism_is_read_from_the_rules():
         ({"shard": 4}, {"tensor": "megatron"}, "plan.tensor"),
         ({"tp": 2, "cp": 4}, {"tensor": "megatron", "context": "ulysses", "devices": 8}, "cp"),
         ({"shard": 4}, {"data": "zero"}, "plan.data"),  # of adapters
+        (
+            {"a": 2, "b": 2},
+            {"context": [{"name": "ring", "axis": "a"}, {"name": "all_gather", "axis": "b"}]},
+            "plan.context",
+        ),
     ],
 )
 def test_what_training_cannot_run_is_refused_with_its_place(mesh, plan, where):
