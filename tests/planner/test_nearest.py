@@ -35,7 +35,7 @@ def test_other_work_comes_before_more_devices_and_these_before_other_machines(ne
     adapters, more, other = near
     assert adapters.flags == "--lora 16" and adapters.answer.asked.cluster == asked(2).cluster
     assert adapters.answer.training.method == "lora"
-    assert more.answer.asked.cluster.machine.name == "h100" and more.flags == "--on 8xh100"
+    assert more.answer.asked.cluster.machine.name == "h100" and more.flags == "--on 4xh100"
     assert other.answer.asked.cluster.machine.name != "h100"
     assert other.flags == f"--on {other.answer.asked.cluster}"
     assert all(each.answer.best.is_runnable for each in near)
