@@ -22,7 +22,7 @@ def losses(name: str, folder: Path) -> list[float]:
     """The loss of each step of a layout."""
     run = phalanx.train(HERE / f"{name}.toml", folder=folder / name, say=lambda _: None)
     table = run.to_pandas()
-    return table.loc[table["loss"].notna(), "loss"].tolist()
+    return table.loc[table["kind"] == "step", "loss"].tolist()
 
 
 def main(names: list[str]) -> int:

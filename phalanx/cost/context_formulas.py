@@ -1,8 +1,8 @@
 """Closed forms of context parallelism: work, bytes and the gain of a balanced layout.
 
-They take numbers or arrays. Symbols: N ranks, S tokens of a row, c = S / N tokens of a rank, h query
-heads, g key and value heads, D channels of a head, e bytes of an element; a pair is one query that
-sees one key.
+They take numbers or arrays. Symbols: N ranks, S tokens of a row, c = S / N tokens of a rank, h
+query heads, g key and value heads, D channels of a head, e bytes of an element; a pair is one query
+that sees one key.
 
 Sources
     [R] Ring Attention, arXiv 2310.01889; [S] Striped Attention, arXiv 2311.09431, section 3 and
