@@ -22,7 +22,9 @@ gradients in the reduction's dtype wait, one copy is reduced at a time), `engine
 `ops.loss`; when a tied matrix's gradients are added: torch/csrc/autograd/input_buffer.cpp.
 Differences and limits: blocks of 2 MiB and more go back to the system when they are freed
 (`engines.memory.return_large_blocks`), what smaller ones leave behind after every micro-batch
-(`return_free_memory`). Holes in the heap within a micro-batch are not counted.
+(`return_free_memory`). Holes in the heap within a micro-batch are not counted: where matrices are
+smaller than that (38 MB of float32 weights in six layers, two replicas), gradients that a reduction
+has copied and activations that are gone stayed until its end, 100 MB more than 523 MB on two ranks.
 """
 
 from __future__ import annotations
