@@ -20,7 +20,7 @@ Payload of a rank and layer, e bytes an element, w = max(e, 4) or that of `sum_d
     wanted     2KCe a key sent; backward 2KCw
     Ulysses    c (H + 2K') C e in, c H C e out (on the wire (N-1)/N), K' = max(K, N); backward same
 
-The sheet of Ring Attention has dk, dv make N hops; here a rank keeps its own part at home and adds
+In Ring Attention dk and dv make N hops; here a rank keeps its own part at home and adds
 it when the others' arrives, so they make N-1. Partial sums are at least float32 on the way.
 
 Sources: Liu et al., arXiv 2310.01889; Brandon et al., arXiv 2311.09431; Chu et al., ISCA 2025,

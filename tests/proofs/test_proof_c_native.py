@@ -249,7 +249,7 @@ def test_every_axis_carries_the_simulated_bytes(trained):
 
 @pytest.mark.dist
 def test_megatron_reduces_four_times_a_layer():
-    """Sheet megatron-lm, check 1: 4 all-reduces of b s h per layer, and nothing else but once a
+    """arXiv 1909.08053, section 3: 4 all-reduces of b s h per layer, and nothing else but once a
     step the norms of query heads."""
     case = CASES["pp x tp"]
     outcome, *_ = run_ranks(train_rank, 4, case, backend=None)

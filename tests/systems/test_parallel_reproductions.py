@@ -62,7 +62,7 @@ def test_pairs_of_all_ranks_are_the_causal_half(ranks):
     assert ranks * context_formulas.head_tail_pairs(ranks, tokens) == pytest.approx(own)
 
 
-def test_bubbles_are_those_of_the_sheets_by_hand():
+def test_bubbles_are_those_that_are_worked_out_by_hand():
     assert pipeline_formulas.hanayo_bubble(8, 2) == pytest.approx(28 / 124)
     assert pipeline_formulas.hanayo_printed_bubble(8, 2) == pytest.approx(14 / 55)
     assert pipeline_formulas.chimera_bubble(8) == pytest.approx(1 / 3)

@@ -66,7 +66,7 @@ def sizes():
 
 @pytest.mark.parametrize("degree", [2, 4])
 def test_gathered_keys_and_values_are_those_of_the_row_once_a_layer(degree):
-    """Sheet llama3-parallelism, check 4: 2 seq kv_heads dim size (cp - 1)/cp."""
+    """DOI 10.1145/3695053.3731410, section 4: 2 seq kv_heads dim size (cp - 1)/cp."""
     program = program_of(("context", "all_gather"), axes={"cp": degree})
     expected = Counter()
     for tokens in TOKENS:
@@ -80,7 +80,7 @@ def test_gathered_keys_and_values_are_those_of_the_row_once_a_layer(degree):
 
 @pytest.mark.parametrize("degree", [2, 4])
 def test_a_ring_sends_what_its_formula_says(degree):
-    """Sheet striped-attention, bytes: forward (N-1) 2 c g D e; backward the same again, and
+    """arXiv 2310.01889: forward (N-1) 2 c g D e; backward the same again, and
     gradients in float32 without the hop that our rank's own part is spared."""
     program = program_of(("context", "ring"), axes={"cp": degree})
     forward = LAYERS * context_formulas.ring_bytes(degree, *sizes())
