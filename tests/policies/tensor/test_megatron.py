@@ -67,7 +67,7 @@ def test_sequence_parallelism_exchanges_padded_tokens(spec, gathers, degree):
 
 
 def test_sequence_parallelism_sends_the_same_bytes_as_reductions():
-    """arXiv 2205.05198, section 4.2.2: 4 gathers and 4 scatters, the ring volume of 4 all-reduces."""
+    """arXiv 2205.05198, section 4.2.2: 4 gathers, 4 scatters, ring volume of 4 all-reduces."""
 
     def wire_bytes(spec):
         program = lower(toy_work(3, (8,), WIDTH), Mesh(tp=4), build("pipeline", "gpipe"), [spec])
