@@ -40,6 +40,7 @@ COMMON = {
     "train.warmup_steps": 1,
     "train.eval_rows": 4,
     "data.max_rows": 400,
+    "plan.hang_s": 120.0,  # a machine that swaps near its limit is slow, not hung
 }
 FLOAT32 = {"model.dtype": "float32"}
 KINDS: Mapping[str, Mapping[str, Any]] = {
