@@ -11,6 +11,7 @@ from phalanx.planner.emitters.base import Site, Writing
 from phalanx.planner.emitters.toml_text import toml_text
 from phalanx.planner.importers.convert import IMPOSSIBLE, job_keys
 from phalanx.planner.importers.foreign import ForeignPlan
+from phalanx.planner.runnable import Layout, layout_of
 
 VERSION = "job files"
 FILE = "job.toml"
@@ -20,15 +21,17 @@ def write(plan: ForeignPlan, site: Site) -> Mapping[str, str]:
     """The file.
 
     Raises:
-        PlanError: `emit/impossible` for axes that `phalanx train` does not run (pipeline, context,
-            expert), a sharding of moments alone, offload, and precisions below bf16.
+        PlanError: `emit/impossible` for what `phalanx train` does not run: expert parallelism,
+            weights sharded beside a pipeline, a part of the moments in the host, precisions below
+            bf16.
     """
     writing = Writing("phalanx", VERSION, plan)
     row = writing.row
-    for axis in ("pipeline", "context", "expert"):
-        writing.require(row[axis] == 1, axis, "`phalanx train` has no such axis yet", [1])
-    writing.only("zero", (0, 3))
-    writing.only("offload", (0,))
+    rule = "`phalanx train` has no such axis yet"
+    writing.require(row["expert"] == 1, "expert", rule, [1])
+    rule = "gathers weights at every visit of a stage, which `phalanx train` refuses"
+    writing.require(row["zero"] < 3 or row["pipeline"] == 1, "zero", rule, [0, 1, 2])
+    writing.only("offload", (0, 1))
     words = ["bf16", "fp32"]
     rule = "`phalanx train` multiplies in no such precision"
     writing.require(plan.precision in (None, *words), "precision", rule, words)
@@ -43,32 +46,18 @@ def write(plan: ForeignPlan, site: Site) -> Mapping[str, str]:
     tables["model"]["dtype"] = "float32" if plan.precision == "fp32" else "bfloat16"
     tables["plan"] = {
         "on": "here",
-        "mesh": _mesh(writing),
-        "data": _data(row),
+        **_layout(layout_of(row, casts=False, trains_all=False)),
         "recompute": RECOMPUTE[row["recompute"]],
         "row_tokens": row["row_tokens"] * row["micro_rows"],
     }
-    if row["tensor"] > 1:
-        tables["plan"]["tensor"] = _tensor(row)
     return {FILE: writing.header(f"Start: phalanx train {FILE}") + "\n" + toml_text(tables)}
 
 
-def _mesh(writing: Writing) -> dict[str, int]:
-    row = writing.row
-    sizes = {"replicate": row["replicate"], "shard": row["shard"], "tp": row["tensor"]}
-    sizes = {axis: size for axis, size in sizes.items() if size > 1}
-    return sizes or {"replicate": 1}
-
-
-def _data(row: Mapping[str, Any]) -> list[dict[str, Any]]:
-    kept = {"name": "fsdp", "reshard_after_forward": not row["keeps_gathered"]}
-    sharded = [kept] if row["shard"] > 1 else []
-    replicated = [{"name": "replicate"}] if row["replicate"] > 1 or not sharded else []
-    return sharded + replicated
-
-
-def _tensor(row: Mapping[str, Any]) -> dict[str, Any]:
-    table: dict[str, Any] = {"name": "megatron"}
-    if row["sequence_parallel"]:
-        table |= {"sequence_parallel": True, "gather_twice": False}
-    return table
+def _layout(layout: Layout) -> dict[str, Any]:
+    """Mesh and policies as keys of [plan]."""
+    by_family: dict[str, list[dict[str, Any]]] = {"data": []}
+    for table in (*layout.tables(), *([layout.schedule] if layout.schedule else [])):
+        options = {name: value for name, value in table.items() if name != "family"}
+        by_family.setdefault(str(table["family"]), []).append(options)
+    keys = {name: tables if name == "data" else tables[0] for name, tables in by_family.items()}
+    return {"mesh": layout.mesh.to_dict()} | keys | ({"offload": "host"} if layout.offloads else {})

@@ -10,9 +10,11 @@ import yaml
 
 from phalanx.errors import PlanError
 from phalanx.job import load_job
+from phalanx.models.named import named_model
 from phalanx.planner.emitters import TARGETS, Site, emit, targets
 from phalanx.planner.importers import KINDS
 from phalanx.planner.importers.reading import known_keys
+from phalanx.planner.training_shape import training_shape
 from tests.planner.emitters.plans import served, trained
 from tests.planner.emitters.target_parsers import PARSERS, installed
 
@@ -26,6 +28,10 @@ PLANS = {
     "staged": trained(
         tensor=2, pipeline=4, zero=1, shard=2, replicate=1, num_micro=8, virtual=2,
         schedule="interleaved", sequence_parallel=True,
+    ),
+    "staged in eight bits": trained(
+        tensor=2, pipeline=4, zero=1, shard=2, replicate=1, num_micro=8, virtual=2,
+        schedule="interleaved", sequence_parallel=True, precision="fp8",
     ),
     "staged and sharded": trained(
         pipeline=2, shard=8, replicate=1, schedule="1f1b", num_micro=4, recompute="selective",
@@ -104,10 +110,20 @@ def test_the_job_that_a_launcher_runs_is_a_job_of_phalanx(tmp_path):
         assert dict(job.plan.mesh) == {"replicate": 2, "shard": 8}
 
 
-def test_a_launcher_runs_another_program_where_phalanx_lacks_an_axis():
-    files = emit("slurm", PLANS["staged"], SITE)
+@pytest.mark.parametrize("name", ["staged", "ring"])
+def test_a_launcher_runs_stages_and_shared_rows_with_phalanx(name, tmp_path):
+    written("slurm", PLANS[name], tmp_path)
+    job = load_job(tmp_path / "job.toml", {"model.dtype": "bfloat16"})
+    config = named_model("llama-3.1-8b").config
+    shape = training_shape(job, config, 16)
+    assert shape.mesh.size == 16
+    assert shape.mesh.degree("pp") * shape.mesh.degree("cp") > 1
+
+
+def test_a_launcher_runs_another_program_where_phalanx_does_not():
+    files = emit("slurm", PLANS["staged in eight bits"], SITE)
     assert "megatron.sh" in files and "bash megatron.sh" in files["job.sbatch"]
-    assert "no such axis yet" in files["job.sbatch"]
+    assert "no such precision" in " ".join(files["job.sbatch"].split())
     files = emit("skypilot", PLANS["staged and sharded"], SITE)
     assert "torchtitan.toml" in files and "torchtitan.train" in files["sky.yaml"]
 
@@ -142,7 +158,8 @@ def test_a_task_for_a_machine_that_no_catalog_has_is_refused():
 
 
 def test_launchers_find_the_script_of_megatron_where_their_setup_puts_it():
-    files = emit("skypilot", PLANS["staged"], SITE)
+    plan = PLANS["staged in eight bits"]
+    files = emit("skypilot", plan, SITE)
     assert "git clone" in files["sky.yaml"] and "env MEGATRON=Megatron-LM bash" in files["sky.yaml"]
     assert '"${MEGATRON:-.}/pretrain_gpt.py"' in files["megatron.sh"]
-    assert "git clone" in emit("slurm", PLANS["staged"], SITE)["job.sbatch"]
+    assert "git clone" in emit("slurm", plan, SITE)["job.sbatch"]
