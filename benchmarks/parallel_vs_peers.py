@@ -26,7 +26,7 @@ from train_vs_peers import chat_case
 from phalanx.doctor.machine import num_cores, processor_name
 from phalanx.report import Report
 
-ROUNDS, TOKENS, COUNTED = 5, 4096, 1.0
+ROUNDS, TOKENS, COUNTED = 3, 2048, 1.0
 LONG_TOKENS = 4096
 PAIRS = {
     "FSDP": ("transformers_fsdp", "phalanx_fsdp", 2),
@@ -80,6 +80,7 @@ def add_pair(
         step_s = median(peer.measured.step_s)
         report.add(f"step, {what}: {name}", step_s, "s", "measured")
         report.add(f"peak memory, {what}: {name}", peer.measured.peak_bytes, "bytes", "measured")
+        print(f"{what}: {name}: {step_s:.2f} s", file=sys.stderr)
     ratios = [a / b for a, b in zip(*(peer.measured.step_s for peer in peers))]
     low, _, high = quantiles(ratios, n=4, method="inclusive")
     report.add(
