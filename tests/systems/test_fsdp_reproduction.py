@@ -22,9 +22,9 @@ def test_every_gate_holds(report):
     assert sum(row.passed is True for row in report.rows) >= 16
 
 
-def test_formula_simulation_and_paper_meet_in_one_table(report):
+def test_formula_simulation_paper_and_real_runs_meet_in_one_table(report):
     sources = {row.source for row in report.rows}
-    assert sources == set(SOURCES) - {"measured"}
+    assert sources == set(SOURCES)
     joined = {each.quantity: each.by_source for each in compare([report])}
     for quantity in (
         "traffic, full sharding / replication",
