@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from phalanx.engines.local_parts import local_of
 from phalanx.engines.optim import MOMENTS, ShardedAdamW
-from phalanx.engines.unit_sum import local_of
 from phalanx.errors import JobError
 
 PIECE_BYTES = 1 << 26  # of states that are mapped, and of gradients that are down, at a time

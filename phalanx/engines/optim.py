@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
+from phalanx.engines.local_parts import local_of, placed_as
+
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -79,7 +81,7 @@ class ShardedAdamW:
         """
         self._create_state()
         norm = self.norm() if norm is None else norm
-        grads = [p.grad if p.grad is None else _local(p.grad) for p in self.parameters]
+        grads = [p.grad if p.grad is None else local_of(p.grad) for p in self.parameters]
         if self.clip_norm > 0.0:
             _scale(grads, torch.clamp(self.clip_norm / (norm + 1e-6), max=1.0))
         found_inf = None if skip is None else (skip != 0).float()
@@ -106,7 +108,7 @@ class ShardedAdamW:
         names = self.named_parameters
         found = {
             kind: {
-                name: _placed_as(parameter, local)
+                name: placed_as(parameter, local)
                 for (name, parameter), local in zip(names.items(), self._state.get(kind, []))
             }
             for kind in MOMENTS
@@ -127,7 +129,7 @@ class ShardedAdamW:
     def _create_state(self) -> None:
         if self._state or not self.parameters:
             return
-        locals_ = [_local(parameter) for parameter in self.parameters]
+        locals_ = [local_of(parameter) for parameter in self.parameters]
         for kind in MOMENTS:
             self._state[kind] = [torch.zeros_like(local) for local in locals_]
         counts = torch.zeros(len(locals_), device=locals_[0].device)
@@ -144,7 +146,7 @@ class ShardedAdamW:
         """Update the matrices or all others."""
         rows = []
         for at, (parameter, grad) in enumerate(zip(self.parameters, grads)):
-            local = _local(parameter)  # anew each time: FSDP2 moves its shards at first use
+            local = local_of(parameter)  # anew each time: FSDP2 moves its shards at first use
             if grad is None or (local.dim() > 1) != is_matrix:
                 continue
             state = [self._state[kind][at] for kind in (*MOMENTS, "step")]
@@ -183,10 +185,6 @@ class ShardedAdamW:
         )
 
 
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def _place_gradient(parameter: nn.Parameter) -> None:
     """DTensor leaves some gradients otherwise than their parameter (a row-wise embedding's)."""
     grad = parameter.grad
@@ -194,19 +192,6 @@ def _place_gradient(parameter: nn.Parameter) -> None:
         return
     if grad.placements != parameter.placements:
         parameter.grad = grad.redistribute(placements=parameter.placements)
-
-
-def _placed_as(parameter: Tensor, local: Tensor) -> Tensor:
-    if not isinstance(parameter, DTensor):
-        return local
-    return DTensor.from_local(
-        local,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
 
 
 def _scale(grads: Iterable[Tensor | None], factor: Tensor) -> None:
@@ -247,7 +232,7 @@ def global_norm(
             # of all kinds: torch's strided shards (FSDP2 under tensor parallelism) are no `Shard`
             dims = [d for d, placed in enumerate(grad.placements) if not placed.is_replicate()]
             key = (grad.device_mesh, *dims) if dims else ()
-        groups.setdefault(key, []).append(_local(grad))
+        groups.setdefault(key, []).append(local_of(grad))
     squares = []
     for key, grads in groups.items():
         square = square_sum(grads)

@@ -22,7 +22,8 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from phalanx.engines.joint_axes import side_by_side
-from phalanx.engines.unit_sum import UnitGradients, local_of, placed_as
+from phalanx.engines.local_parts import local_of, placed_as
+from phalanx.engines.unit_sum import UnitGradients
 
 MOST_UNDER_WAY = 2
 

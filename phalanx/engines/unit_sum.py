@@ -13,7 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+
+from phalanx.engines.local_parts import local_of, placed_as
 
 
 class UnitGradients(ABC):
@@ -161,23 +162,3 @@ class UnitSum(UnitGradients):
             grad = part.view_as(local_of(parameter)).to(parameter.dtype)
             parameter.grad = placed_as(parameter, grad)
         self._work, self._flat = None, None
-
-
-def local_of(tensor: Tensor) -> Tensor:
-    """What this process holds of a tensor, without history."""
-    tensor = tensor.detach()
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def placed_as(parameter: Tensor, local: Tensor) -> Tensor:
-    """A value of this rank's part as the whole that the parameter is."""
-    if not isinstance(parameter, DTensor):
-        return local
-    return DTensor.from_local(
-        local,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from phalanx.engines.callbacks import Callback
-from tests.engines.test_train_tensor import answers, exported, numbers
+from tests.engines.layout_cases import answers, exported, numbers
 from tests.engines.train_cases import run_train
 from tests.tiny_run import write_base, write_pairs
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from phalanx.trace import Trace
+from tests.engines.layout_cases import answers, exported, numbers
 from tests.engines.test_train_parts import own
-from tests.engines.test_train_tensor import answers, exported, numbers
 from tests.engines.train_cases import run_train
 from tests.tiny_run import write_base, write_pairs
 

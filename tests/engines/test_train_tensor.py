@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
+from tests.engines.layout_cases import check_layouts
 from tests.engines.tensor_cases import MEGATRON, REPLICATE, SEQUENCE
-from tests.engines.train_cases import FSDP, run_train
+from tests.engines.train_cases import FSDP
 from tests.tiny_run import write_base, write_pairs
 
 TOKENS_SPLIT = {"shard": 2, "tp": 2}, (FSDP, SEQUENCE)
@@ -29,38 +28,7 @@ def base_folder(tmp_path_factory):
     return str(write_base(folder, vocab_size=291, num_heads=4))
 
 
-def numbers(metrics):
-    """Losses of steps and evaluations, then gradient norms."""
-    losses = [line["loss"] for line in metrics if line["kind"] in ("step", "evaluate")]
-    return torch.tensor([*losses, *(x["grad_norm"] for x in metrics if x["kind"] == "step")])
-
-
-def answers(result):
-    return [(sample["before"], sample["after"]) for sample in result.samples]
-
-
-def exported(folder):
-    return load_file(folder / "export" / "model.safetensors")
-
-
 @pytest.mark.dist
 @pytest.mark.parametrize("method", LAYOUTS)
 def test_a_tensor_axis_changes_nothing(tmp_path, source, base_folder, method):
-    flags = {"data.source": source, "train.lr": 1e-3}
-    if method == "lora":
-        flags |= {"model.name": base_folder, "train.method": "lora", "train.lora_rank": 3}
-        flags |= {"train.lora_alpha": 12.0, "train.lora_dropout": 0.2, "train.weight_decay": 0.0}
-    else:
-        flags |= {"model.width": 64}  # two query heads, one key and value head
-    result, metrics = run_train(tmp_path / "one", flags)
-    expected, weights = numbers(metrics), exported(tmp_path / "one")
-    for name, (mesh, specs) in LAYOUTS[method].items():
-        folder = tmp_path / name.replace(" ", "")
-        other, metrics = run_train(folder, flags, mesh, specs)
-        torch.testing.assert_close(numbers(metrics), expected, rtol=1e-5, atol=0.0, msg=name)
-        assert answers(other) == answers(result), name
-        assert other.num_tokens == result.num_tokens
-        found = exported(folder)
-        assert found.keys() == weights.keys()
-        for weight, value in weights.items():
-            torch.testing.assert_close(found[weight], value, rtol=0.0, atol=2e-5, msg=weight)
+    check_layouts(tmp_path, source, base_folder, method, LAYOUTS[method])

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from phalanx.engines.checkpoint.manifest import Manifest
-from tests.engines.test_train_tensor import answers, exported, numbers
+from tests.engines.layout_cases import answers, exported, numbers
 from tests.engines.train_cases import run_train, values
 from tests.tiny_run import write_pairs
 

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 
 from phalanx.engines.bind import bind_data
+from phalanx.engines.local_parts import local_of
 from phalanx.engines.optim import MOMENTS, ShardedAdamW
 from phalanx.engines.trainer_model import TrainModel
-from phalanx.engines.unit_sum import local_of
 from phalanx.mesh import Mesh
 from phalanx.models.spec import LoraSpec, small_config
 from phalanx.policies.data.replicate import Replicate
