@@ -17,9 +17,8 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from phalanx.engines.local_parts import local_of
+from phalanx.engines.local_parts import local_of, placed_on_host
 from phalanx.engines.optim import MOMENTS, ShardedAdamW
 from phalanx.errors import JobError
 
@@ -121,7 +120,7 @@ class OffloadedAdamW(ShardedAdamW):
         for kind in (*MOMENTS, MASTER):
             for at, (name, parameter) in enumerate(self.named_parameters.items()):
                 if kind in self._state:
-                    placed = _placed_on_host(parameter, self._state[kind][at])
+                    placed = placed_on_host(parameter, self._state[kind][at])
                     kinds.setdefault(kind, {})[name] = placed
         return kinds
 
@@ -206,19 +205,12 @@ def make_optimizer(
 def _pieces(indices: Sequence[int], num_bytes: Sequence[int]) -> Iterator[list[int]]:
     """Neighbours of together at most `PIECE_BYTES`, or one that is larger."""
     piece: list[int] = []
+    held = 0
     for at in indices:
-        if piece and sum(num_bytes[each] for each in (*piece, at)) > PIECE_BYTES:
+        if piece and held + num_bytes[at] > PIECE_BYTES:
             yield piece
-            piece = []
+            piece, held = [], 0
         piece.append(at)
+        held += num_bytes[at]
     if piece:
         yield piece
-
-
-def _placed_on_host(parameter: Tensor, local: Tensor) -> Tensor:
-    """A rank's part on the host, as the whole that its parameter is; shares its memory."""
-    if not isinstance(parameter, DTensor):
-        return local
-    spec = parameter._spec
-    meta = spec.tensor_meta._replace(dtype=local.dtype)
-    return DTensor(local, type(spec)(spec.mesh, spec.placements, meta), requires_grad=False)

@@ -124,5 +124,6 @@ class PipelineStep:
         """A pass has ended."""
         if kind == "W" and stage > 0:  # torch wrote these gradients past autograd's hooks
             self.model.data.note(self._views[stage].parameters())
-        if kind in ("B", "W") and self.device.type == "cpu":
+        is_through = kind in ("B", "W") and stage == min(self._views)  # of all stages of this rank
+        if is_through and self.device.type == "cpu":
             return_free_memory()

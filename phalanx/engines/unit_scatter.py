@@ -19,10 +19,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.distributed.tensor.placement_types import Placement
 
 from phalanx.engines.joint_axes import side_by_side
-from phalanx.engines.local_parts import local_of, placed_as
+from phalanx.engines.local_parts import local_of, placed_as, rows_placement
 from phalanx.engines.unit_sum import UnitGradients
 
 MOST_UNDER_WAY = 2
@@ -172,7 +172,7 @@ class UnitScatter(UnitGradients):
             for at, placed in enumerate(placements)
             if not placed.is_replicate() and placed.dim == 0
         ]
-        cut = _StridedShard(0, split_factor=before[0]) if before else Shard(0)
+        cut = rows_placement(before[0] if before else 1)
         return side_by_side([self._mesh, mesh]), [cut, *placements]
 
 
