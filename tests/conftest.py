@@ -25,7 +25,12 @@ gc.disable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A search draws five times the examples where a test says how many, too."""
+    """Names that two workers agree on; a search draws five times the examples of each test."""
+    for item in items:
+        params = item.callspec.params.values() if hasattr(item, "callspec") else ()
+        if any(isinstance(p, (set, frozenset)) and str(p) in item.name for p in params):
+            where = f"{item.nodeid}: a set in a name prints in another order in each process"
+            raise pytest.UsageError(f"{where}; parametrize with a sorted list")
     if PROFILE != "search":
         return
     own = "_hypothesis_internal_use_settings"

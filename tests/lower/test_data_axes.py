@@ -73,21 +73,21 @@ def test_rows_that_differ_are_no_rounds():
 @pytest.mark.parametrize(
     ("specs", "mesh", "axes"),
     [
-        ([Fsdp()], Mesh(shard=2, cp=2), {"shard_cp"}),
-        ([Fsdp()], Mesh(shard=1, cp=2), {"cp"}),
-        ([Zero()], Mesh(cp=2, shard=3), {"cp_shard"}),
-        ([Replicate()], Mesh(replicate=2, cp=2), {"replicate_cp"}),
-        ([Fsdp(), Replicate()], Mesh(replicate=2, shard=2, cp=2), {"shard_cp", "replicate"}),
-        ([Fsdp()], Mesh(shard=2, cp=1), {"shard"}),
+        ([Fsdp()], Mesh(shard=2, cp=2), ["shard_cp"]),
+        ([Fsdp()], Mesh(shard=1, cp=2), ["cp"]),
+        ([Zero()], Mesh(cp=2, shard=3), ["cp_shard"]),
+        ([Replicate()], Mesh(replicate=2, cp=2), ["replicate_cp"]),
+        ([Fsdp(), Replicate()], Mesh(replicate=2, shard=2, cp=2), ["replicate", "shard_cp"]),
+        ([Fsdp()], Mesh(shard=2, cp=1), ["shard"]),
     ],
     ids=str,
 )
 def test_ranks_that_split_tokens_share_parameters(specs, mesh, axes):
     found = collectives([*specs, AllGather(axis="cp")], mesh, GPipe())
     of_data = [a for a in found if a.label.startswith(("gather:", "reduce:"))]
-    assert {action.axis for action in of_data} == axes
+    assert sorted({action.axis for action in of_data}) == axes
     alone = collectives(specs, Mesh(replicate=mesh.degree("replicate"), shard=4), GPipe())
-    if axes == {"shard_cp"}:
+    if axes == ["shard_cp"]:
         bytes_of = [Counter((a.collective, a.payload_bytes) for a in x) for x in (of_data, alone)]
         assert bytes_of[0] == bytes_of[1]
 
