@@ -49,6 +49,7 @@ class TrainModel:
         stages: which stages of a pipeline this rank holds; None: the whole model.
         context: how ranks share the tokens of a row; None: a rank computes all of them.
         compute_dtype: of activations, as torch prints it; master_dtype: of what is updated.
+        label_smoothing: of the loss in training; evaluation takes the targets as they are.
     """
 
     decoder: Decoder
@@ -59,6 +60,7 @@ class TrainModel:
     context: BoundContext | None = None
     compute_dtype: str = "float32"
     master_dtype: str = "float32"
+    label_smoothing: float = 0.0
 
     @property
     def counts_loss(self) -> bool:
@@ -87,7 +89,8 @@ class TrainModel:
         targets_N: Tensor,
         num_counted_global: int | Tensor,
     ) -> Tensor:
-        """Sum of -log p(target) over the counted rows, over the global number of them.
+        """Sum of -log p(target) over the counted rows, over the global number of them; in training
+        mode with smoothed targets.
 
         Equal on all ranks of the model axis. Arguments as in `ops.loss.counted_cross_entropy`;
         `hidden_SD` is what the decoder returned on this rank.
@@ -100,6 +103,7 @@ class TrainModel:
             num_counted_global=num_counted_global,
             soft_cap=self.decoder.config.logit_soft_cap,
             part=self._vocabulary,
+            label_smoothing=self.label_smoothing if self.decoder.training else 0.0,
         )
 
     @property
@@ -210,7 +214,12 @@ def bind_model(job: Job, role: RoleProgram, config: DecoderConfig, mesh: DeviceM
         master_dtype=masters,
     )
     model = TrainModel(decoder, data, tensor, lora, stages, context)
-    return replace(model, compute_dtype=dtypes["compute"], master_dtype=dtypes["master"])
+    return replace(
+        model,
+        compute_dtype=dtypes["compute"],
+        master_dtype=dtypes["master"],
+        label_smoothing=job.train.label_smoothing,
+    )
 
 
 def _shards(spec: Spec) -> bool:

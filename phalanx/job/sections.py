@@ -102,6 +102,12 @@ class TrainSection:
         kind=tuple[str, ...],
     )
     adapter: str = key("", "PEFT folder to start from, instead of fresh adapters")
+    label_smoothing: float = key(
+        0.0,
+        "share of each target that is spread over the whole vocabulary, in training only",
+        low=0.0,
+        high=0.9,
+    )
     loss: str = key("", "own loss as 'module:function' ('' = cross-entropy)")
     callbacks: tuple = key((), "own callbacks as 'module:class'", kind=tuple[str, ...])
     on_nonfinite: str = key(

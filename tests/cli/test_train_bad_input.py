@@ -138,6 +138,11 @@ def test_a_template_that_cannot_be_rendered_is_named(refused, tmp_path):
         ({"data.max_tokens": 12}, "data.too_long"),
         ({"train.adapter": "/nowhere"}, "/nowhere"),
         ({"train.loss": "no_such_module:loss"}, "train.loss"),
+        (
+            {"train.loss": "no_such_module:loss", "train.label_smoothing": 0.1},
+            "train.label_smoothing = 0.1",
+        ),
+        ({"train.label_smoothing": 1.5}, "train.label_smoothing"),
         ({"train.lora_targets": "['no_such_proj']"}, "no_such_proj"),
         ({"train.callbacks": "['no_such_module:Callback']"}, "train.callbacks"),
         ({"plan.log_to": "['neptune']"}, "plan.log_to"),

@@ -88,6 +88,26 @@ def test_a_smoothed_loss_trains_alike_on_any_number_of_ranks(tmp_path, source):
     torch.testing.assert_close(numbers(short[1]), numbers(short[0]), rtol=1e-4, atol=0.0)
 
 
+def label_smoothed(hidden_ND, head, targets_N, num_counted_global):
+    loss = F.cross_entropy(head(hidden_ND), targets_N, reduction="sum", label_smoothing=0.2)
+    return loss / num_counted_global
+
+
+@pytest.mark.dist
+def test_smoothed_targets_train_alike_on_any_mesh_and_evaluation_takes_plain_ones(tmp_path, source):
+    flags = {"data.source": source, "model.width": 64, "train.steps": 2}
+    _, expected = run_train(tmp_path / "own", flags | own("label_smoothed"))
+    flags |= {"train.label_smoothing": 0.2}
+    for mesh, specs, role in (
+        ({"shard": 1}, (FSDP,), {}),
+        ({"tp": 2}, (SEQUENCE,), {}),
+        ({"pp": 2}, (), {"order": {"family": "pipeline", "name": "1f1b"}}),
+    ):
+        name = "x".join(mesh)
+        _, found = run_train(tmp_path / name, flags, mesh, specs, **role)
+        torch.testing.assert_close(numbers(found), numbers(expected), rtol=1e-5, atol=0.0, msg=name)
+
+
 @pytest.mark.dist
 @pytest.mark.parametrize("spec", [MEGATRON, SEQUENCE])
 def test_own_cross_entropy_trains_alike_over_a_tensor_axis(tmp_path, source, spec):

@@ -230,6 +230,10 @@ def _require_outcome(asked: Asked, source: ModelSource) -> None:
     require_sinks(job.plan.log_to)
     load_callbacks(job.train.callbacks)
     if job.train.loss:
+        if job.train.label_smoothing:
+            rule = "smooths the built-in loss, and train.loss takes its place; smooth in your own"
+            where, value = "train.label_smoothing", job.train.label_smoothing
+            raise JobError("job/bad-value", where, value, rule, legal=[0.0])
         from phalanx.engines.user_loss import load_loss  # torch, as the loss itself
 
         load_loss(job.train.loss)
