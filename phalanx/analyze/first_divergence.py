@@ -3,8 +3,9 @@
 Runs record summaries of activations, gradients and weights (`engines.fingerprint`) that add up over
 ranks, so runs on different layouts can be compared: summaries of all ranks of a run are merged
 first. Equal bits are told exactly. How far two tensors a and b are apart follows from K random
-projections with signs: the mean of (s_k·a - s_k·b)^2 has the expectation |a - b|^2, and a relative
-standard deviation of sqrt(2 / K).
+projections with signs: the mean of (s_k·a - s_k·b)^2 has the expectation |a - b|^2. Signs are those
+of the row times those of the column, so its relative standard deviation is sqrt(2 / K) for a
+difference of many directions, and at most sqrt(8 / K), for one of a single direction (rank one).
 """
 
 from __future__ import annotations
@@ -54,12 +55,16 @@ class Summary:
         return math.sqrt(self.squares)
 
     def distance(self, other: Summary) -> float:
-        """The norm of the difference, estimated, over the larger norm; 0 where bits are equal."""
+        """The norm of the difference, estimated, over the larger norm; 0 where bits are equal.
+
+        Infinite where the numbers of elements differ, or one has elements that are not finite.
+        """
         if self.bits == other.bits and self.count == other.count:
             return 0.0
-        whole = max(self.norm, other.norm)
-        if self.count != other.count or not math.isfinite(whole):
+        norms = (self.norm, other.norm)
+        if self.count != other.count or not all(map(math.isfinite, norms)):
             return math.inf
+        whole = max(norms)
         apart = [(one - two) ** 2 for one, two in zip(self.signs, other.signs)]
         return math.sqrt(sum(apart) / len(apart)) / whole if whole else 0.0
 
@@ -86,7 +91,7 @@ class Difference:
 
     Attributes:
         step, phase, name: the step from 1, a key of `PHASES`, a layer or a weight.
-        distance: relative, estimated; infinite where one has other numbers of elements or none.
+        distance: relative, estimated; infinite for other numbers of elements, or not finite ones.
         norms: of both.
         counts: elements of both.
     """
@@ -107,7 +112,7 @@ class Divergence:
         differences: all places that are not equal bit for bit, in the order of computation.
         num_places: compared.
         tolerance: relative distance that rounding may explain.
-        only: names that one of the runs lacks.
+        only: names that one of the runs lacks in a phase altogether.
     """
 
     differences: tuple[Difference, ...]
@@ -119,6 +124,11 @@ class Divergence:
     def first(self) -> Difference | None:
         """The first place that differs at all."""
         return next(iter(self.differences), None)
+
+    @property
+    def is_rounding(self) -> bool:
+        """Whether rounding explains all of it: nothing large, and nothing that one run lacks."""
+        return self.first_large is None and not self.only
 
     @property
     def first_large(self) -> Difference | None:
@@ -196,14 +206,9 @@ def compare(one: Recorded, other: Recorded, tolerance: float = 0.0) -> Divergenc
         steps = [sorted({place[0] for place in run.places}) for run in (one, other)]
         rule = f"no step in common: {steps[0]} here, {steps[1]} there"
         raise PlanError("trace/runs", "runs", f"{one.folder}, {other.folder}", rule)
-    steps_shared = {place[0] for place in shared}
     differences = tuple(_differences(one, other, shared))
-    lone = {
-        place[2]
-        for run, of in ((one, other), (other, one))
-        for place in run.places
-        if place not in of.places and place[0] in steps_shared
-    }
+    mine, theirs = ({place[1:] for place in run.places} for run in (one, other))
+    lone = {name for _, name in mine ^ theirs}
     allowed = tolerance or max(TOLERANCE.get(run.dtype, 0.0) for run in (one, other))
     return Divergence(differences, len(shared), allowed, tuple(sorted(lone)))
 

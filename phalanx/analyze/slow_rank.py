@@ -83,7 +83,7 @@ def find_slow(trace: Trace, mesh: Mesh, axes: Sequence[str] = ()) -> SlowSearch:
         mesh.require_axis(axis, "--axes")
     found = waiting(trace, mesh)
     known = [axis for axis in TOP_DOWN if axis in mesh.names]
-    order = axes or [*known, *(axis for axis in mesh.names if axis not in known)]
+    order = dict.fromkeys(axes or [*known, *mesh.names])
     suspects, levels = tuple(range(mesh.size)), []
     step_s = float(np.median(found.steps_s))
     for axis in order:

@@ -75,36 +75,60 @@ def _measured(trace: Trace) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _simulated(trace: Trace) -> tuple[np.ndarray, np.ndarray]:
-    """Idle time of a rank just before an exchange began; of several that began at once, once."""
-    exchanges = np.isin(trace.column("operator"), [*COLLECTIVES, *P2P])
+    """Idle time of a rank just before an exchange began, and behind its last message of a step.
+
+    Of several exchanges that began at once the first has it. Without the second part the last stage
+    of a pipeline, which is done before the others, would always seem to be the late one.
+    """
+    operators = trace.column("operator")
+    is_message, lasts = np.isin(operators, P2P), trace.columns["dur_s"] > 0.0
+    is_exchange = is_message | np.isin(operators, COLLECTIVES)
+    step_ends = _step_ends(trace)
     rows, waits_s = [], []
     for rank in np.unique(trace.columns["rank"]):
-        mine = np.flatnonzero((trace.columns["rank"] == rank) & (trace.columns["dur_s"] > 0.0))
-        mine = mine[np.argsort(trace.columns["start_s"][mine], kind="stable")]
-        start_s = trace.columns["start_s"][mine]
+        mine = np.flatnonzero((trace.columns["rank"] == rank) & (is_exchange | lasts))
+        mine = mine[np.lexsort((~is_exchange[mine], trace.columns["start_s"][mine]))]
+        start_s, step = trace.columns["start_s"][mine], trace.columns["step"][mine]
         ends_s = np.maximum.accumulate(start_s + trace.columns["dur_s"][mine])
         earlier = np.searchsorted(start_s, start_s, side="left")  # rows that began before
+        begun_s = np.asarray([step_ends.get(number - 1, 0.0) for number in step.tolist()])
         before_s = np.where(earlier > 0, ends_s[np.maximum(earlier - 1, 0)], 0.0)
         is_first = np.diff(start_s, prepend=-np.inf) != 0.0
-        gaps_s = np.maximum(start_s - before_s, 0.0) * is_first
-        kept = exchanges[mine] & (gaps_s >= 0.0)
-        rows.append(mine[kept])
-        waits_s.append(gaps_s[kept])
+        gaps_s = np.maximum(start_s - np.maximum(before_s, begun_s), 0.0) * is_first
+        for number, end_s in step_ends.items():
+            messages = np.flatnonzero(is_message[mine] & (step == number))
+            if len(messages):
+                gaps_s[messages[-1]] += end_s - ends_s[step == number][-1]
+        rows.append(mine[is_exchange[mine]])
+        waits_s.append(gaps_s[is_exchange[mine]])
     if not rows:
         return np.zeros(0, dtype=np.int64), np.zeros(0)
     return np.concatenate(rows), np.concatenate(waits_s)
 
 
+def _step_ends(trace: Trace) -> dict[int, float]:
+    """When the last rank is done with each step."""
+    ends_s = trace.columns["start_s"] + trace.columns["dur_s"]
+    numbers, which = np.unique(trace.columns["step"], return_inverse=True)
+    latest_s = np.full(len(numbers), -np.inf)
+    np.maximum.at(latest_s, which.reshape(-1), ends_s)
+    return dict(zip(numbers.tolist(), latest_s.tolist()))
+
+
 def _least_of_group(
     trace: Trace, mesh: Mesh, axis: str, rows: np.ndarray, waits_s: np.ndarray
 ) -> np.ndarray:
-    """Of each row of a collective the least wait among its members; 0 for messages."""
+    """Of each row of a collective the least wait among its members; 0 for messages.
+
+    A collective has one name on all ranks of its group; a rank that never waited for it has no row.
+    """
     ranks, steps = trace.columns["rank"][rows], trace.columns["step"][rows]
-    lanes = trace.column("lane")[rows]
+    names, lanes = trace.columns["action_id"][rows], trace.column("lane")[rows]
     is_message = np.asarray([lane.startswith(P2P) for lane in lanes], dtype=bool)
     group_of = {rank: members[0] for members in mesh.groups(axis) for rank in members}
-    number = _numbered(np.stack([ranks, steps, is_message], axis=1))
-    keys = np.stack([np.asarray([group_of[r] for r in ranks.tolist()]), steps, number], axis=1)
+    groups = np.asarray([group_of[r] for r in ranks.tolist()])
+    number = _numbered(np.stack([ranks, steps, names], axis=1))  # of waits without a name
+    keys = np.stack([groups, steps, names, number], axis=1)
     _, which = np.unique(keys, axis=0, return_inverse=True)
     which = which.reshape(-1)
     least = np.full(which.max(initial=-1) + 1, np.inf)

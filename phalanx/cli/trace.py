@@ -52,10 +52,12 @@ def slow(
     from phalanx.analyze.slow_rank import find_slow
     from phalanx.trace import Trace
 
-    is_run = Path(run).is_dir()
-    grid = _mesh(mesh) if mesh or not is_run else _mesh_of_run(run)
+    path = Path(run)
+    if not path.exists():
+        raise JobError("job/not-found", "RUN", run, "is neither a run folder nor a trace file")
+    grid = _mesh(mesh) if mesh or not path.is_dir() else _mesh_of_run(run)
     found = find_slow(
-        Trace.load(Path(run) / "trace.npz" if is_run else run),
+        Trace.load(path / "trace.npz" if path.is_dir() else path),
         grid,
         [name.strip() for name in axes.split(",") if name.strip()],
     )
@@ -63,10 +65,9 @@ def slow(
 
 
 def _mesh_of_run(run: str) -> Mesh:
-    from phalanx.engines.run_folder import PLAN_FILE
-    from phalanx.plan import Plan
+    from phalanx.engines.run_folder import read_run
 
-    return Plan.load(Path(run) / PLAN_FILE).program("train").grid()
+    return read_run(run)[1].program("train").grid()
 
 
 def _mesh(text: str) -> Mesh:
@@ -78,6 +79,8 @@ def _mesh(text: str) -> Mesh:
         name, _, size = part.partition("=")
         if not size.strip().isdecimal():
             raise JobError("mesh/axis", "--mesh", text, "is not AXIS=SIZE,...", legal=["cp=2,tp=4"])
+        if name.strip() in axes:
+            raise JobError("mesh/axis", "--mesh", text, f"has the axis {name.strip()} twice")
         axes[name.strip()] = int(size)
     if not axes:
         rule = "a trace file does not say how its ranks stand"
@@ -127,7 +130,8 @@ def diverge(
     phalanx train ... --folder B --plan.record_steps 2 --plan.mesh.tp 2
     phalanx trace diverge A B
 
-    Exit 0: equal, or apart by no more than rounding explains; 1: further apart.
+    Exit 0: equal, or apart by no more than rounding explains; 1: further apart, or one of the runs
+    has layers or weights that the other lacks.
     """
     from phalanx.analyze.first_divergence import compare, read_recorded
 
@@ -139,7 +143,7 @@ def diverge(
         **asdict(found),
     )
     emit(document, json_file, lambda: _show_divergence(found))
-    if found.first_large is not None:
+    if not found.is_rounding:
         raise typer.Exit(1)
 
 
@@ -163,7 +167,7 @@ def reference(
     found = against_reference(run)
     document = versioned("reference", first=_table(found.first), **asdict(found))
     emit(document, json_file, lambda: _show_divergence(found, ("run", "reference")))
-    if found.first is not None:
+    if found.first is not None or found.only:
         raise typer.Exit(1)
 
 

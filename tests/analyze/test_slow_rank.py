@@ -17,8 +17,13 @@ from phalanx.cli import main
 from phalanx.cost.table import TableCost
 from phalanx.drive import drive
 from phalanx.errors import JobError, PlanError
+from phalanx.lower import lower
 from phalanx.mesh import Mesh
+from phalanx.policies.pipeline.gpipe import GPipe
+from phalanx.policies.pipeline.one_f_one_b import OneFOneB
+from phalanx.policy import Order
 from phalanx.trace import Trace, TraceBuilder, merge
+from phalanx.workload import toy_work
 from phalanx.worlds.comm_log import CommLog
 from phalanx.worlds.faults import Fault, FaultScript
 from phalanx.worlds.logged_group import device_mesh
@@ -100,6 +105,46 @@ def test_where_all_are_alike_nobody_is_blamed():
     assert not waiting(played(mesh, ()), mesh).waits_s.any()
 
 
+def pipeline(order: Order, slow: int | None, *, send_s: float, num_steps: int = 1) -> Trace:
+    """Four equal stages, eight micro-batches of 1 s forward and 2 s backward."""
+    program = lower(toy_work(4, (4,) * 8), STAGES, order, grain="stage")
+    cost = TableCost({"stage.F": 1.0, "stage.B": 2.0, "send": send_s, "optimizer": 0.0})
+    whole = {"at_s": 0.0, "duration_s": float("inf"), "factor": 1.3}
+    faults = () if slow is None else (Fault(kind="slow", ranks=(slow,), **whole),)
+    world = SimWorld(STAGES, cost, faults=FaultScript(faults))
+    return drive(world, program=program, num_steps=num_steps)
+
+
+STAGES = Mesh(pp=4)
+ORDERS = {"1f1b": OneFOneB(), "gpipe": GPipe()}
+
+
+@pytest.mark.parametrize("num_steps", [1, 3])
+@pytest.mark.parametrize("order", ORDERS)
+def test_stages_of_an_even_pipeline_wait_for_its_bubble_alone_and_none_is_blamed(order, num_steps):
+    trace = pipeline(ORDERS[order], None, send_s=0.0, num_steps=num_steps)
+    waits_s = waiting(trace, STAGES).waits_s
+    assert waits_s.tolist() == [[[(4 - 1) * (1.0 + 2.0)] * 4]] * num_steps
+    assert find_slow(trace, STAGES).suspects == ()
+
+
+@pytest.mark.parametrize("send_s", [0.0, 0.1])
+@pytest.mark.parametrize("slow", range(4))
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_slow_stage_is_found_whatever_its_place(order, slow, send_s):
+    trace = pipeline(ORDERS[order], slow, send_s=send_s, num_steps=2)
+    assert find_slow(trace, STAGES).suspects == (slow,)
+
+
+def test_a_collective_that_a_rank_never_waited_for_does_not_shift_the_others():
+    mesh = Mesh(cp=2)
+    builder = TraceBuilder("measured")
+    for rank, name, held_s in ((0, "a", 9.0), (0, "b", 5.0), (1, "b", 2.0), (0, "c", 1.0)):
+        about = {"rank": rank, "operator": "wait", "axis": "cp", "lane": "axis:cp"}
+        builder.add(**about, action_id=f"cp#{name}", dur_s=held_s)
+    assert waiting(builder.build(), mesh).waits_s.tolist() == [[[5.0 - 2.0, 0.0]]]
+
+
 def test_waits_of_a_rank_are_what_the_others_took_longer():
     mesh = Mesh(cp=2)
     builder = TraceBuilder("measured")
@@ -152,6 +197,23 @@ def test_one_of_four_processes_that_sleeps_20_ms_a_step_is_found(tmp_path, capsy
     assert main(words) == 0
     assert "slow: rank 3 (cp 1, tp 1)" in capsys.readouterr().out
     assert np.all(trace.where(operator="wait").columns["dur_s"] >= 0.0)
+
+
+def test_a_run_that_is_none_and_a_mesh_with_an_axis_twice_are_told(tmp_path, capsys):
+    played(Mesh(cp=2, tp=4), ()).save(tmp_path / "t.npz")
+    for words, told in (
+        ([str(tmp_path / "missing")], "is neither a run folder nor a trace file"),
+        ([str(tmp_path)], "holds no run (no job.json)"),
+        ([str(tmp_path / "t.npz"), "--mesh", "tp=4,tp=2"], "has the axis tp twice"),
+    ):
+        assert main(["trace", "slow", *words]) == 2
+        assert told in capsys.readouterr().err
+
+
+def test_an_axis_that_is_named_twice_counts_once():
+    mesh = Mesh(cp=2, tp=4)
+    found = find_slow(played(mesh, (6,)), mesh, ["cp", "cp", "tp"])
+    assert found.suspects == (6,) and len(found.levels) == 2
 
 
 def test_a_trace_file_needs_its_mesh(tmp_path, capsys):

@@ -103,6 +103,17 @@ def test_the_distance_is_estimated_within_its_spread():
         assert abs(found / true - 1.0) < 4 * spread
 
 
+def test_the_distance_of_a_rank_one_difference_is_estimated_within_its_wider_spread():
+    """Signs are products of a row's and a column's, which such a difference does not mix."""
+    x_RC, keys_R = drawn(400, 30), torch.arange(400)
+    spread = (8 / NUM_SIGNS) ** 0.5 / 2
+    for seed in range(1, 9):
+        noise_RC = 1e-6 * drawn(400, 1, seed) @ drawn(1, 30, seed + 50)
+        true = float(noise_RC.norm() / x_RC.norm())
+        found = summary_of(x_RC, keys_R).distance(summary_of(x_RC + noise_RC, keys_R))
+        assert abs(found / true - 1.0) < 3 * spread
+
+
 # ---- of a run ------------------------------------------------------------------------------------
 
 
