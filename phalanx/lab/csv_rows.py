@@ -1,7 +1,7 @@
 """Reading a table of measurements: every cell that should be a number is one, or empty.
 
-Mistakes are collected with their lines and told together, because whoever made the table has to
-mend all of them.
+A cell that is none costs its own row, which says so, not the table: strangers' tables have a "4-8"
+somewhere. A table without one whole row is refused, with its first mistakes.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from pathlib import Path
 from phalanx.errors import JobError, nearest_names, shown
 
 _LARGEST_COUNT = 1e12
+# how tables write that they do not say; in columns of numbers "none" too
+_UNSAID = frozenset(("-", "--", "n/a", "na", "nan", "null", "unknown", "not stated", "?"))
 _MOST_SHOWN = 4  # mistakes that the message names; the rest is counted
 
 
@@ -29,11 +31,13 @@ class CsvRow:
         line: in the file, counted from 1.
         text: column (in lower case) -> cell, without blanks around it.
         numbers: column -> number, for the cells of number columns that are not empty.
+        broken: columns of numbers that hold something else, with what they hold.
     """
 
     line: int
     text: Mapping[str, str]
     numbers: Mapping[str, float]
+    broken: tuple[str, ...] = ()
 
     def get(self, column: str) -> str:
         """A cell; empty where the table lacks the column."""
@@ -42,6 +46,11 @@ class CsvRow:
     def words(self, column: str) -> str:
         """A cell in lower case, for texts whose capitals mean nothing."""
         return self.get(column).lower()
+
+    @property
+    def unread(self) -> list[str]:
+        """The columns of `broken`, as names of missing inputs."""
+        return [f"a number in {each.partition(' = ')[0]}" for each in self.broken]
 
     @property
     def is_from_memory(self) -> bool:
@@ -74,7 +83,7 @@ def read_rows(path: str | Path, *, required: Sequence[str], numbers: Sequence[st
 
     Raises:
         JobError: `job/not-found`; `system/published` for a table that is empty, lacks columns or
-            holds something else than numbers where numbers belong, with the lines.
+            has in every row something else than numbers where numbers belong, with the lines.
     """
     where = str(path)
     reader = csv.DictReader(io.StringIO(_content(Path(path)), newline=""), restkey="")
@@ -87,12 +96,9 @@ def read_rows(path: str | Path, *, required: Sequence[str], numbers: Sequence[st
     _require_columns(header, required, where)
     if not lines:
         raise JobError("system/published", where, None, "has no rows under its header")
-    rows, wrong = [], []
-    for line, cells in lines:
-        row, mistakes = _row(line, cells, numbers)
-        rows.append(row)
-        wrong += mistakes
-    if wrong:
+    rows = [_row(line, cells, numbers) for line, cells in lines]
+    if all(row.broken for row in rows):
+        wrong = [f"line {row.line}, {each}" for row in rows for each in row.broken]
         more = f" and {len(wrong) - _MOST_SHOWN} more" if len(wrong) > _MOST_SHOWN else ""
         told = "; ".join(wrong[:_MOST_SHOWN]) + more
         raise JobError("system/published", where, None, f"has cells that are no numbers: {told}")
@@ -121,23 +127,30 @@ def _require_columns(header: Sequence[str], required: Sequence[str], where: str)
         raise JobError("system/published", where, None, rule, legal=near)
 
 
-def _row(line: int, cells: Mapping, names: Sequence[str]) -> tuple[CsvRow, list[str]]:
+def _row(line: int, cells: Mapping, names: Sequence[str]) -> CsvRow:
     text = {
-        (key or "").strip().lower(): cell.strip()
+        (key or "").strip().lower(): _said(cell)
         for key, cell in cells.items()
         if isinstance(cell, str)
     }
-    numbers, wrong = {}, []
+    numbers, broken = {}, []
     for name in names:
         cell = text.get(name, "")
+        if cell.lower() == "none":
+            cell = text[name] = ""
         if not cell:
             continue
         value = _number(cell)
         if value is None:
-            wrong.append(f"line {line}, {name} = {shown(cell)}")
+            broken.append(f"{name} = {shown(cell)}")
         else:
             numbers[name] = value
-    return CsvRow(line, text, numbers), wrong
+    return CsvRow(line, text, numbers, tuple(broken))
+
+
+def _said(cell: str) -> str:
+    plain = cell.strip()
+    return "" if plain.lower() in _UNSAID else plain
 
 
 def _number(cell: str) -> float | None:

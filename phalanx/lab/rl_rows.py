@@ -91,6 +91,7 @@ def _rl_row(row: CsvRow) -> RlRow:
     missing += ["hardware"] if machine is None else []
     needed = ("n_devices", "global_batch_seqs", "seq_len_tokens")
     missing += [name for name in needed if row.count(name) is None]
+    missing += row.unread
     if row.words("workload") != "rl_grpo":
         missing.append("what environments and tools take")
     parts = [row.get(name) for name in ("source_id", "model", "hardware", "n_devices")]

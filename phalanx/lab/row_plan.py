@@ -36,6 +36,7 @@ from phalanx.lab.row_software import (
 _DEGREES = ("tp", "pp", "dp", "cp")
 _SATURATING = 2048  # tokens of a row that fill a device's matrix products
 _MOST_CHUNKS = 6  # of a pipeline rank, where recipes interleave without saying how finely
+_UNSHARDED = r"none|no|off|ddp|data parallel(?:ism)?|replicated?|no_shard|no sharding"
 LORA_RANK = 16  # where a row does not name one; times hardly depend on it
 
 
@@ -135,6 +136,8 @@ def _sharding(row: CsvRow, degrees: dict[str, int], software: str) -> dict[str, 
     keeps = "shard_grad_op" in text or "no reshard" in text
     if not text:
         zero = 0 if is_before_sequence_parallelism(software) else family_of(row).zero
+    elif re.fullmatch(_UNSHARDED, text):
+        zero = 0
     elif "shard" in text or "fsdp" in text or "hsdp" in text:
         zero = 3
     else:

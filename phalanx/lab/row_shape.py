@@ -18,6 +18,7 @@ from phalanx.lab.csv_rows import CsvRow
 from phalanx.models.known import known_shape
 
 _SIZES = ("layers", "hidden", "heads", "vocab")
+SHAPE_NUMBERS = (*_SIZES, "kv_heads", "experts", "topk", "params_b")  # beside the text of "ffn"
 _COUNT_TOLERANCE = 0.15  # of the parameter count that a row prints
 
 

@@ -1,9 +1,10 @@
 """Published serving measurements as rows that can be predicted.
 
-The documented minimum inputs of a row: a model and an accelerator, how the engine cuts the model
-(for separate prompt and answer engines, how many of each), the lengths of prompts and answers, and
-how much is asked of it: a concurrency, a static batch, a load without end, or a number of requests
-at a rate. `ServingRow.missing` names those that a row lacks.
+The documented minimum inputs of a row: a model (a known name, or its sizes in the columns that
+training tables have for them) and an accelerator, how the engine cuts the model (for separate
+prompt and answer engines, how many of each), the lengths of prompts and answers, and how much is
+asked of it: a concurrency, a static batch, a load without end, or a number of requests at a rate.
+`ServingRow.missing` names those that a row lacks.
 
 Why separate engines need their numbers: taking one of each for the rows that do not say misses the
 median time between tokens by 55 %, against 8 % where the numbers are given.
@@ -20,6 +21,7 @@ from pathlib import Path
 from phalanx.cost.model_shape import ModelShape
 from phalanx.hardware import Machine, machine_called
 from phalanx.lab.csv_rows import CsvRow, read_rows
+from phalanx.lab.row_shape import SHAPE_NUMBERS, shape_of_row
 from phalanx.lab.serving_degrees import Degrees, aggregated_degrees, split_degrees
 from phalanx.lab.serving_names import load_of, precision_of, software_of
 from phalanx.models.known import known_shape
@@ -46,6 +48,7 @@ NUMBERS = (
     "ttft_ms",
     "tpot_ms",
     "e2e_latency_ms",
+    *SHAPE_NUMBERS,
 )  # fmt: skip
 LOAD_INPUTS = "concurrency, batch_size, a saturated load, or a rate and a number of requests"
 _CONTRADICTION = 0.1  # of a latency and the sum of its parts
@@ -128,7 +131,7 @@ def read_serving(path: str | Path) -> list[ServingRow]:
 
 
 def _row(row: CsvRow) -> ServingRow:
-    shape, machine = _known(row.get("model")), _machine(row.get("hardware"))
+    shape, machine = _shape(row), _machine(row.get("hardware"))
     is_split = row.words("mode") == "disaggregated"
     both = split_degrees(row) if is_split else None
     degrees = both[1] if both else aggregated_degrees(row)
@@ -145,7 +148,7 @@ def _row(row: CsvRow) -> ServingRow:
         "dtype": bool(precision),
         "tokens accepted per step": not _is_speculative(row),
     }
-    missing = tuple(name for name, is_given in given.items() if not is_given)
+    missing = (*(name for name, is_given in given.items() if not is_given), *row.unread)
     degrees = degrees or Degrees()
     measured = _measured(row, answer)
     size = f"{degrees.devices}+{both[0].devices}" if both else str(degrees.devices)
@@ -236,6 +239,11 @@ def _measured(row: CsvRow, answer: float) -> dict[str, float]:
     if rate := row.number("output_tokens_per_s_per_device"):
         found["output_tokens_per_s_per_device"] = rate
     return found
+
+
+def _shape(row: CsvRow) -> ModelShape | None:
+    """Of a known name, else of the sizes that the row prints; None where it prints too few."""
+    return _known(row.get("model")) or shape_of_row(row)[0]
 
 
 @cache

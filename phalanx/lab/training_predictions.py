@@ -35,12 +35,18 @@ def predict_training(rows: Sequence[TrainingRow]) -> list[TrainingPrediction]:
     """Predictions of rows, in their order; a row that cannot be priced says why."""
     found = {id(row): unpriced(row) for row in rows}
     for batch in batches(rows):
-        try:
-            made = _priced(batch)
-        except PhalanxError as error:
-            made = [TrainingPrediction(reason=error.sentence())] * len(batch.rows)
-        found.update(zip(map(id, batch.rows), made))
+        found.update(zip(map(id, batch.rows), _priced_or_told(batch)))
     return [found[id(row)] for row in rows]
+
+
+def _priced_or_told(batch: Batch) -> list[TrainingPrediction]:
+    """A row that cannot be priced says why; it costs the others of its batch nothing."""
+    try:
+        return _priced(batch)
+    except PhalanxError as error:
+        if len(batch.rows) == 1:
+            return [TrainingPrediction(reason=error.sentence())]
+    return [made for row in batch.rows for made in _priced_or_told(*batches([row]))]
 
 
 def unpriced(row: TrainingRow) -> TrainingPrediction:

@@ -26,12 +26,12 @@ from phalanx.lab.row_machine import machine_of_row
 from phalanx.lab.row_measured import has_failed, memory_bytes, step_s
 from phalanx.lab.row_plan import plan_of_row
 from phalanx.lab.row_recompute import recomputing
-from phalanx.lab.row_shape import shape_of_row
+from phalanx.lab.row_shape import SHAPE_NUMBERS, shape_of_row
 from phalanx.lab.row_software import precision_of, software_of
 
 REQUIRED = ("source_id", "model", "hardware", "n_devices", "dtype", "seq_len_tokens")
 NUMBERS = (
-    *("params_b", "layers", "hidden", "heads", "kv_heads", "vocab", "experts", "topk"),
+    *SHAPE_NUMBERS,
     *("n_devices", "devices_per_node", "tp", "pp", "vpp", "dp", "cp", "ep"),
     *("micro_batch_seqs", "global_batch_seqs", "seq_len_tokens"),
     *("tokens_per_s_per_device", "step_time_s", "tflops_per_device", "memory_gb"),
@@ -161,6 +161,7 @@ def _training_row(row: CsvRow) -> TrainingRow:
         missing.append("the plan and lengths of generation, which no column holds")
     if lacks:
         missing.insert(0, lacks)
+    missing += row.unread
     complete = not missing
     return TrainingRow(
         line=row.line,

@@ -27,12 +27,30 @@ def test_a_cell_is_a_number_or_empty_and_keeps_its_line(tmp_path):
     assert rows[0].get("no such column") == ""
 
 
-@pytest.mark.parametrize("cell", ["fast", "nan", "inf", "-1", "1,5", "0x10", "8-16"])
-def test_text_in_a_number_cell_is_told_with_its_line_and_column(tmp_path, cell):
+@pytest.mark.parametrize("cell", ["fast", "inf", "-1", "1,5", "0x10", "8-16"])
+def test_text_in_a_number_cell_costs_its_own_row_and_is_told(tmp_path, cell):
+    whole, broken = read(tmp_path / "t.csv", f'name,speed,size\na,1,\nb,2,"{cell}"\n')
+    assert not whole.broken and not whole.unread
+    assert broken.broken == (f"size = '{cell}'",) and broken.unread == ["a number in size"]
+    assert broken.number("size") is None and broken.number("speed") == 2.0
+
+
+@pytest.mark.parametrize("cell", ["-", "n/a", "NaN", " null ", "Unknown", "?", "none"])
+def test_words_for_nothing_are_nothing(tmp_path, cell):
+    (row,) = read(tmp_path / "t.csv", f"name,speed,size\na,1,{cell}\n")
+    assert row.get("size") == "" and row.number("size") is None and not row.broken
+
+
+def test_none_in_a_column_of_words_is_a_word(tmp_path):
+    (row,) = read(tmp_path / "t.csv", "name,speed,recompute,zero\na,1,none,nan\n")
+    assert (row.get("recompute"), row.get("zero")) == ("none", "")
+
+
+def test_a_table_without_a_whole_row_is_told_with_line_and_column(tmp_path):
     with pytest.raises(JobError) as error:
-        read(tmp_path / "t.csv", f'name,speed,size\na,1,\nb,2,"{cell}"\n')
+        read(tmp_path / "t.csv", "name,speed,size\na,x,\nb,2,8-16\n")
     assert error.value.code == "system/published"
-    assert f"line 3, size = '{cell}'" in error.value.sentence()
+    assert "line 2, speed = 'x'; line 3, size = '8-16'" in error.value.sentence()
 
 
 def test_many_broken_cells_make_one_sentence(tmp_path):

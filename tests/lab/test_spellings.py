@@ -125,3 +125,29 @@ def test_columns_that_say_nothing_of_a_row_may_be_absent(tmp_path):
         writer.writerow(cells)
     (answer,) = predict_training(read_training(path))
     assert answer.step_s and not answer.reason
+
+
+def test_one_broken_cell_costs_a_table_one_row(tmp_path):
+    trained = write(tmp_path / "t.csv", row(), row(tp="2-4"), row(memory_gb="60-70"))
+    served = write(tmp_path / "s.csv", SERVED, SERVED | {"concurrency": "16+"})
+    found = validate(read_training(trained), read_serving(served))
+    assert (found.rows, found.complete, found.predicted) == (5, 2, 2)
+    reasons = {line: reason for *_, line, reason in found.unpriced}
+    assert "a number in memory_gb" in reasons[4] and found.reasons()["without a number in tp"] == 1
+
+
+def test_an_unknown_model_is_served_by_the_sizes_that_its_row_prints(tmp_path):
+    sizes = {
+        "params_b": "70.6", "layers": "80", "hidden": "8192", "heads": "64", "kv_heads": "8",
+        "ffn": "28672", "vocab": "128256",
+    }  # fmt: skip
+    nothing = dict.fromkeys(sizes, "")
+    path = write(
+        tmp_path / "s.csv",
+        SERVED | nothing,
+        SERVED | sizes | {"model": "nobody knows"},
+        SERVED | nothing | {"model": "nobody knows"},
+    )
+    known, printed, unknown = predict_serving(read_serving(path))
+    assert printed == known and not printed.reason
+    assert unknown.reason == "unknown model: nobody knows"
