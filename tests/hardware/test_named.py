@@ -160,7 +160,7 @@ def test_a_device_with_other_memory_or_another_chip_is_not_the_one_of_that_numbe
     [
         ("NVIDIA A10G", "a10g"), ("NVIDIA GH200 480GB", "gh200-96g"), ("TPU v5 lite", "v5e"),
         ("TPU v5litepod-256", "v5e"), ("trn2u.48xlarge", "trainium2"),
-        ("Trainium (trn1.2xlarge)", "trainium1"), ("trn1.32xlarge, 32 cores", "trainium1-core"),
+        ("Trainium (trn1.2xlarge)", "trainium1"), ("trn1.32xlarge (32 cores)", "trainium1-core"),
     ],
 )  # fmt: skip
 def test_names_as_drivers_and_clouds_give_them(text, name):
