@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from phalanx.errors import PlanError
 from phalanx.layout.stage_split import (
     StageRange,
+    job_stages,
     legal_cuts,
     split_layers,
     stage_ranges,
@@ -103,3 +104,27 @@ def test_a_pipeline_without_stages_is_refused():
     with pytest.raises(PlanError, match="at least one stage") as caught:
         split_layers(tiny_base(num_layers=2), 0, where="plan.mesh.pp")
     assert caught.value.where == "plan.mesh.pp" and caught.value.legal[0] == 1
+
+
+def test_a_job_names_its_stages_or_gets_the_lightest():
+    config = tiny_base(num_layers=5)
+    assert job_stages(config, 2) == split_layers(config, 2)
+    assert sizes(job_stages(config, 3, (0, 4, 1))) == [0, 4, 1]
+
+
+@pytest.mark.parametrize(
+    ("given", "lora", "says"),
+    [
+        ((2, 3, 0, 0), None, "must hold 5 layers in 3 stages"),
+        ((2, 2, 2), None, "must hold 5 layers in 3 stages"),
+        ((6, -1, 0), None, "must hold 5 layers in 3 stages"),
+        ((5, 0, 0), None, "without anything to train"),
+        ((0, 4, 1), LORA, "without anything to train"),
+    ],
+)
+def test_named_stages_that_cannot_be_are_refused_with_some_that_can(given, lora, says):
+    config = tiny_base(num_layers=5)
+    with pytest.raises(PlanError, match=says) as caught:
+        job_stages(config, 3, given, lora=lora)
+    assert caught.value.where == "plan.stages"
+    assert caught.value.legal == (sizes(split_layers(config, 3, lora=lora)),)

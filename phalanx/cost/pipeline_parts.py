@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -93,6 +93,18 @@ class Pipeline:
             return (last,)
         is_tied = self.tied_head and name.startswith("model.embed_tokens.")
         return (0, last) if is_tied else (0,)
+
+    def units_by_stage(self, names: Iterable[str]) -> list[list[str]]:
+        """Units of the decoder, in model order, as `lower` takes them: by the stage that runs them.
+
+        Args:
+            names: of units, as `planner.work.model_work` has them.
+        """
+        stages: list[list[str]] = [[] for _ in range(self.num_stages)]
+        for name in names:
+            at = -1 if name == "lm_head" else self.stages_of_module(name)[0]
+            stages[at].append(name)
+        return stages
 
     def holds(self, rank: int, name: str) -> bool:
         """Whether a rank holds a tensor."""

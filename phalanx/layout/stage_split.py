@@ -14,7 +14,7 @@ No torch: the planner asks before any process starts.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -145,6 +145,48 @@ def _why_not(config: DecoderConfig, num_stages: int, most: int) -> str:
     rule = f"{config.num_layers} layers fill at most {most} stages, so that one stays empty"
     shares = len(legal_cuts(config)) <= config.num_layers
     return rule + "; layers that share keys and values stay together" * shares
+
+
+def job_stages(
+    config: DecoderConfig,
+    num_stages: int,
+    given: Sequence[int] = (),
+    *,
+    lora: LoraSpec | None = None,
+    where: str = _WHERE,
+) -> tuple[StageRange, ...]:
+    """The stages of a job: as it names them, or split by weight where every token counts.
+
+    Args:
+        given: layers of each stage, in model order; (): not named.
+        lora, where: as `split_layers`.
+
+    Raises:
+        PlanError: `plan/illegal` as `split_layers`; for given stages of another number or of other
+            layers, without anything to train, or that part layers which belong together.
+    """
+    split = split_layers(config, num_stages, lora=lora, where=where)
+    if not given:
+        return split
+    legal = [[stage.stop - stage.start for stage in split]]
+    if rule := _why_not_given(config, num_stages, given, lora):
+        raise PlanError("plan/illegal", "plan.stages", list(given), rule, legal=legal)
+    return stage_ranges(list(pairwise([0, *accumulate(given)])))
+
+
+def _why_not_given(
+    config: DecoderConfig, num_stages: int, given: Sequence[int], lora: LoraSpec | None
+) -> str:
+    """What stages of so many layers break; "": nothing."""
+    ends = [0, *accumulate(given)]
+    if len(given) != num_stages or ends[-1] != config.num_layers or min(given) < 0:
+        return f"must hold {config.num_layers} layers in {num_stages} stages"
+    needed = given[1:-1] if lora is None else given  # ends may hold a table alone
+    if 0 in needed:
+        return "has a stage without anything to train"
+    if not set(ends) <= set(legal_cuts(config)):
+        return "cuts off layers that use keys, values or embeddings of another stage"
+    return ""
 
 
 def stage_ranges(stages: Sequence[Sequence[int]]) -> tuple[StageRange, ...]:
