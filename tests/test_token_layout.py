@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.errors import JobError, PlanError
-from phalanx.layout.context_part import ContextPart, require_head_split
+from phalanx.layout.context_part import ContextPart, key_copies, require_head_split
 from phalanx.layout.token_layout import LAYOUTS, KeysSeen, pairs_NN, token_layout
 
 
@@ -136,6 +136,32 @@ def test_short_documents_unbalance_head_tail_and_balanced_repairs_it(num_ranks, 
     assert max(worst["per_document"]) < 1.002
 
 
+@given(st.integers(1, 8), st.integers(1, 500), st.integers(0, 5))
+@settings(max_examples=50)
+def test_balanced_deals_few_long_stretches_however_odd_the_length(num_ranks, length, seed):
+    """Kernels take stretches: a prime number of tokens a rank is no reason for one of a token."""
+    num_tokens = num_ranks * length
+    inner = np.random.default_rng(seed).integers(1, num_tokens + 1, 4)
+    layout = token_layout(
+        "balanced", num_tokens, num_ranks, tuple(sorted({0, *inner.tolist(), num_tokens}))
+    )
+    for tokens in layout.tokens_Nc:
+        assert (np.diff(tokens) > 1).sum() < 16
+
+
+@given(st.integers(1, 40), st.integers(1, 8), st.integers(1, 12))
+def test_key_heads_are_sent_so_that_each_rank_has_those_of_its_queries(per_key, num_kv, num_ranks):
+    num_heads = per_key * num_kv
+    if num_heads % num_ranks:
+        return
+    copies = key_copies(num_kv, num_ranks)
+    sent = np.repeat(np.arange(num_kv), copies).reshape(num_ranks, -1)
+    queries = np.arange(num_heads).reshape(num_ranks, -1)
+    for of_rank, heads in zip(queries, sent):
+        met = np.repeat(heads, len(of_rank) // len(heads))
+        assert (met == of_rank // per_key).all()
+
+
 @given(rows(), st.integers(1, 3))
 @settings(max_examples=50)
 def test_a_ring_of_groups_holds_what_a_ring_of_ranks_holds(row, size):
@@ -173,8 +199,10 @@ def test_an_unknown_layout_names_the_known_ones():
         ((8, 2), 1, None),
         ((7, 7), 4, (1, 7)),
         ((8, 2), 16, (8, 4)),
-        ((6, 3), 2, (3, 1)),
-        ((6, 2), 3, (2, 1)),
+        ((7, 7), 8, (7, 1)),
+        ((40, 10), 4, None),
+        ((6, 3), 2, None),
+        ((6, 2), 3, None),
     ],
 )
 def test_heads_are_shared_whole_or_refused(heads, num_ranks, legal):

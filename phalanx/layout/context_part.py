@@ -1,6 +1,6 @@
 """What one rank of a context group needs to know about one row, without tensors.
 
-Legend: S tokens of the row, N ranks, c tokens of a rank.
+Legend: S tokens of the row, N ranks, c tokens of a rank, T keys of several ranks.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from math import lcm
 
 import numpy as np
 
@@ -87,6 +88,12 @@ class ContextPart:
             self._outers[inner] = ContextPart(joined, self.rank // inner, self.bounds)
         return self._outers[inner]
 
+    def wanted(self, window: int | None) -> WantedKeys:
+        """What ranks send one another where each gets the keys that its queries see."""
+        if window not in self._wanted:  # every layer asks for the same few
+            self._wanted[window] = WantedKeys.of_part(self, window)
+        return self._wanted[window]
+
     def order(self, inner: int) -> np.ndarray:
         """What sorts the tokens of those ranks, one rank's behind the other's."""
         if inner not in self._orders:
@@ -106,6 +113,10 @@ class ContextPart:
         return {}
 
     @cached_property
+    def _wanted(self) -> dict[int | None, WantedKeys]:
+        return {}
+
+    @cached_property
     def _outers(self) -> dict[int, ContextPart]:
         return {}
 
@@ -114,24 +125,61 @@ class ContextPart:
         return {}
 
 
+@dataclass(frozen=True, eq=False)
+class WantedKeys:
+    """Which keys of a row go from rank to rank, so that each has those that its queries see.
+
+    Attributes:
+        sent_T: of this rank's keys, those for rank 0 first.
+        num_sent, num_came: keys to and from each rank.
+        order_T: what sorts this rank's keys and, behind them, those that came, by token.
+        seen: of the sorted keys.
+    """
+
+    sent_T: np.ndarray
+    num_sent: tuple[int, ...]
+    num_came: tuple[int, ...]
+    order_T: np.ndarray
+    seen: KeysSeen
+
+    @classmethod
+    def of_part(cls, part: ContextPart, window: int | None) -> WantedKeys:
+        """A query sees `window` keys of its document, its own included; None: all earlier ones."""
+        me, ranks, held = part.rank, range(part.num_ranks), part.layout.tokens_Nc
+        gives = [part.peer(r).keys_seen(me, window).span if r != me else range(0) for r in ranks]
+        takes = [part.keys_seen(r, window).span if r != me else range(0) for r in ranks]
+        came = [held[r][rows.start : rows.stop] for r, rows in zip(ranks, takes)]
+        tokens = np.concatenate([part.tokens_c, *came])
+        order_T = np.argsort(tokens)
+        return cls(
+            sent_T=np.concatenate([np.asarray(rows, dtype=np.int64) for rows in gives]),
+            num_sent=tuple(map(len, gives)),
+            num_came=tuple(map(len, takes)),
+            order_T=order_T,
+            seen=KeysSeen.between(part.tokens_c, tokens[order_T], part.bounds, window),
+        )
+
+
+def key_copies(num_kv_heads: int, num_ranks: int) -> int:
+    """How often each key/value head is sent, so that `num_ranks` ranks get equally many, whole."""
+    return lcm(num_kv_heads, num_ranks) // num_kv_heads
+
+
 def require_head_split(num_heads: int, num_kv_heads: int, num_ranks: int, where: str) -> None:
     """Refuse heads that `num_ranks` cannot share: each takes equally many whole query heads, and
-    the key/value heads are shared out too, or each of them goes to equally many ranks.
+    the key/value heads that these need (`key_copies`).
 
     Raises:
         PlanError: `layout/divide`, with the numbers of ranks that can.
     """
-
-    def fits(n: int) -> bool:
-        return num_heads % n == 0 and (num_kv_heads % n == 0 or n % num_kv_heads == 0)
-
-    if num_ranks < 1 or not fits(num_ranks):
+    if num_ranks < 1 or num_heads % num_ranks:
         rule = f"cannot share {num_heads} query and {num_kv_heads} key/value heads"
-        legal = nearest_numbers(num_ranks, [n for n in range(1, num_heads + 1) if fits(n)])
+        ranks = [n for n in range(1, num_heads + 1) if num_heads % n == 0]
+        legal = nearest_numbers(num_ranks, ranks)
         raise PlanError("layout/divide", where, num_ranks, rule, legal=legal)
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=8)  # a row is asked for more than once, and may be a million tokens
 def _layout(
     name: str, num_tokens: int, num_places: int, bounds: tuple[int, ...], inner: int
 ) -> TokenLayout:

@@ -18,7 +18,7 @@ Payload of a rank and layer, e bytes an element, w = max(e, 4) or that of `sum_d
     ring       (N-1) 2cKCe sent; backward (N-1) 2cKC (e + w)
     gathered   2SKCe gathered; backward 2SKCw scattered (on the wire (N-1)/N of it)
     wanted     2KCe a key sent; backward 2KCw
-    Ulysses    c (H + 2K') C e in, c H C e out (on the wire (N-1)/N), K' = max(K, N); backward same
+    Ulysses    c (H + 2K') C e in, c H C e out (on the wire (N-1)/N), K' = lcm(K, N); backward same
 
 In Ring Attention dk and dv make N hops; here a rank keeps its own part at home and adds
 it when the others' arrives, so they make N-1. Partial sums are at least float32 on the way.
@@ -39,7 +39,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.layout.context_part import ContextPart, require_head_split
+from phalanx.layout.context_part import ContextPart, key_copies, require_head_split
 from phalanx.ops.attention import Documents, packed_attention
 from phalanx.ops.context_gather import GatheredAttention, WantedAttention
 from phalanx.ops.context_heads import to_heads, to_tokens
@@ -143,7 +143,7 @@ def ulysses_attention(
     """
     size, (num_heads, num_kv_heads) = group.size(), (q_cHC.shape[1], k_cKC.shape[1])
     require_head_split(num_heads, num_kv_heads, size, "ranks that share heads")
-    copies = max(1, size // num_kv_heads)
+    copies = key_copies(num_kv_heads, size)
     k_cKC, v_cKC = (x.repeat_interleave(copies, 1) if copies > 1 else x for x in (k_cKC, v_cKC))
     parts = [x.unflatten(1, (size, -1)) for x in (q_cHC, k_cKC, v_cKC)]
     order = torch.from_numpy(part.order(size)).to(q_cHC.device)

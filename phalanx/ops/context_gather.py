@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from phalanx.layout.context_part import ContextPart
 from phalanx.layout.token_layout import KeysSeen
 from phalanx.ops.partial_attention import partial_attention, partial_attention_backward
 
@@ -66,11 +65,11 @@ class WantedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q_cHC, k_cKC, v_cKC, part, group, scale, window):
-        wanted = _WantedKeys(part, window)
+        wanted = part.wanted(window)
         kv_cLC = torch.cat([k_cKC, v_cKC], dim=1)  # both of a token together
-        sent = kv_cLC[torch.from_numpy(wanted.sent).to(kv_cLC.device)]
+        sent = kv_cLC[torch.from_numpy(wanted.sent_T).to(kv_cLC.device)]
         came = _swapped(sent, wanted.num_sent, wanted.num_came, group)
-        kv_TLC = torch.cat([kv_cLC, came])[torch.from_numpy(wanted.order).to(kv_cLC.device)]
+        kv_TLC = torch.cat([kv_cLC, came])[torch.from_numpy(wanted.order_T).to(kv_cLC.device)]
         k_TKC, v_TKC = kv_TLC.chunk(2, dim=1)
         out_cHC, lse_cH = _stretch(q_cHC, k_TKC, v_TKC, wanted.seen, scale)
         ctx.save_for_backward(q_cHC, k_TKC, v_TKC, out_cHC, lse_cH)
@@ -85,35 +84,13 @@ class WantedAttention(torch.autograd.Function):
         grad_q_cHC, *grads = partial_attention_backward(
             grad_cHC, q_cHC, k_TKC, v_TKC, out_cHC, lse_cH, wanted.seen, scale=scale
         )
-        at_T = torch.from_numpy(np.argsort(wanted.order)).to(grad_cHC.device)
+        at_T = torch.from_numpy(np.argsort(wanted.order_T)).to(grad_cHC.device)
         grad_TLC = torch.cat(grads, dim=1)[at_T]
         own_cLC, others = grad_TLC[: len(q_cHC)], grad_TLC[len(q_cHC) :]
         back = _swapped(others.contiguous(), wanted.num_came, wanted.num_sent, group)
-        own_cLC.index_add_(0, torch.from_numpy(wanted.sent).to(grad_cHC.device), back)
+        own_cLC.index_add_(0, torch.from_numpy(wanted.sent_T).to(grad_cHC.device), back)
         grad_kv = (x.to(k_TKC.dtype) for x in own_cLC.chunk(2, dim=1))
         return grad_q_cHC.to(q_cHC.dtype), *grad_kv, None, None, None, None
-
-
-class _WantedKeys:
-    """Which keys go where.
-
-    Attributes:
-        sent: rows of this rank, those for rank 0 first; num_sent: for each rank.
-        num_came: rows from each rank.
-        order: what sorts this rank's rows and, behind them, those that came, by token.
-        seen: of the sorted rows.
-    """
-
-    def __init__(self, part: ContextPart, window: int | None) -> None:
-        me, ranks = part.rank, range(part.num_ranks)
-        gives = [part.peer(r).keys_seen(me, window).span if r != me else range(0) for r in ranks]
-        takes = [part.keys_seen(r, window).span if r != me else range(0) for r in ranks]
-        self.num_sent, self.num_came = list(map(len, gives)), list(map(len, takes))
-        self.sent = np.concatenate([np.asarray(rows, dtype=np.int64) for rows in gives])
-        came = [part.layout.tokens_Nc[r][rows.start : rows.stop] for r, rows in zip(ranks, takes)]
-        tokens = np.concatenate([part.tokens_c, *came])
-        self.order = np.argsort(tokens)
-        self.seen = KeysSeen.between(part.tokens_c, tokens[self.order], part.bounds, window)
 
 
 def _swapped(

@@ -67,9 +67,11 @@ def largest_error(expected, tensors, part, attend, window):
 
 def errors_of_exchanges(rank, world_size):
     """(exchange, layout, case) -> largest error."""
-    cases = {"packed": (S, PACKED, 40)}
+    cases = {"packed": (S, PACKED, 40), "example": (16, EXAMPLE, None)}
     if world_size == 2:
-        cases |= {"causal": (S, (0,), None), "example": (16, EXAMPLE, None)}
+        drawn = torch.randperm(S - 1, generator=torch.Generator().manual_seed(world_size))[:9]
+        starts = (0, *sorted((1 + drawn).tolist()))
+        cases |= {"causal": (S, (0,), None), "drawn": (S, starts, None)}
     found = {}
     for case, (num_tokens, starts, window) in cases.items():
         tensors = inputs(num_tokens)
@@ -88,8 +90,24 @@ def errors_of_exchanges(rank, world_size):
 def test_every_exchange_of_every_layout_is_the_attention_of_one_process(world_size):
     """With 4 ranks and 2 key/value heads, each of those is on two ranks of the all-to-all."""
     for found in run_ranks(errors_of_exchanges, world_size):
-        assert len(found) == (60 if world_size == 2 else 20)
+        assert len(found) == (80 if world_size == 2 else 40)
         assert max(found.values()) < 1e-12, {k: e for k, e in found.items() if e >= 1e-12}
+
+
+UNEVEN = {2: (6, 3), 4: (12, 6)}  # query and key/value heads, of which the ranks get one and a half
+
+
+def errors_of_uneven_heads(rank, world_size):
+    tensors = inputs(16, *UNEVEN[world_size])
+    part = ContextPart.of_row("contiguous", rank, world_size, EXAMPLE, 16)
+    attend = partial(ulysses_attention, group=dist.group.WORLD)
+    return largest_error(whole(tensors, EXAMPLE, None), tensors, part, attend, None)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("world_size", UNEVEN)
+def test_key_heads_that_ranks_share_unevenly_are_sent_to_all_that_need_them(world_size):
+    assert max(run_ranks(errors_of_uneven_heads, world_size)) < 1e-12
 
 
 def errors_of_pairs(rank, world_size):
@@ -148,6 +166,24 @@ def test_bytes_are_those_of_the_formulas(dtype):
             ("all_to_all", 2 * sent * K * C * e),
             ("all_to_all", 2 * came * K * C * w),
         ]
+
+
+def gradients_summed_in(rank, world_size, dtype):
+    """Largest error of gathered attention's gradients, and of those without a dtype."""
+    tensors = inputs(64, dtype=torch.float32)
+    part = ContextPart.of_row("head_tail", rank, world_size, (0,), 64)
+    expected = whole([x.double() for x in tensors], (0,), None)
+    errors = []
+    for sum_dtype in (dtype, None):
+        attend = partial(gathered_attention, group=dist.group.WORLD, sum_dtype=sum_dtype)
+        errors.append(largest_error(expected, tensors, part, attend, None))
+    return errors
+
+
+@pytest.mark.dist
+def test_gathered_gradients_are_summed_in_the_dtype_that_is_asked_for():
+    for rough, fine in run_ranks(gradients_summed_in, 2, torch.bfloat16):
+        assert fine < 1e-5 and 100 * fine < rough < 0.1
 
 
 def test_heads_that_ranks_cannot_share_are_refused():

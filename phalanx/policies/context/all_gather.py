@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from phalanx.policies.context import ATTENTION, halo_rules, tokens_rule
 from phalanx.policy import Exchange, Rule, Spec
@@ -13,6 +13,7 @@ _SOURCE = Source(
     "DOI 10.1145/3695053.3731410",
     "section 4",
 )
+_SUM_DTYPES = ("", "bfloat16", "float16", "float32", "float64")
 
 
 @register("context", "all_gather", grain="operator", source=_SOURCE, status="verified")
@@ -30,7 +31,8 @@ class AllGather(Spec):
     Costs per rank, layer and micro-batch
         forward: one all-gather, 2 S g D e (N-1)/N received
         backward: one reduce-scatter, 2 S g D max(e, 4) (N-1)/N sent, or in `reduce_dtype`
-        memory: activations, logits and saved tensors divide by N, but for 2 S g D e of a layer
+        memory: activations, logits and saved tensors divide by N, but for 2 S g D e of every layer
+            that is not recomputed: keys and values are not gathered twice
         with `halo`, layers with a window of w tokens exchange the keys and values that queries of
             other ranks see, instead: at most 2 g D e for each of 2 (w - 1) tokens under head and
             tail, one all-to-all each way
@@ -51,7 +53,7 @@ class AllGather(Spec):
     axis: str = "cp"
     layout: str = "head_tail"
     halo: bool = True
-    reduce_dtype: str = ""
+    reduce_dtype: str = field(default="", metadata={"choices": _SUM_DTYPES})
 
     def __post_init__(self) -> None:
         tokens_rule(self.layout)  # refuses an unknown one

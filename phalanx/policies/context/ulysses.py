@@ -28,7 +28,8 @@ class Ulysses(Spec):
         forward: 2 all-to-alls (queries, keys and values; outputs back), (2h + 2g) c D e (N-1)/N
             sent
         backward: the same, of gradients
-        where N > g each key and value head is sent as often as ranks need it: 2 N in place of 2 g
+        where N does not divide g, key and value heads are sent as often as ranks need them:
+            2 lcm(g, N) in place of 2 g
         memory: activations, logits and saved tensors divide by N
     Weights, gradients and optimizer state are those of a rank whose data axes are N times as long:
     gradients are summed over `axis` too.
@@ -38,9 +39,9 @@ class Ulysses(Spec):
     With `ring` or `all_gather` on a second axis, the ranks of this one hold one place of its layout
     between them, and exchange heads within it (USP, arXiv 2405.07719).
 
-    Differences and limits: N must divide the query heads of a rank (after tensor parallelism), and
-    divide or be a multiple of its key and value heads; work is equal on all ranks whatever the
-    layout, so tokens lie in contiguous blocks unless `layout` says otherwise.
+    Differences and limits: N must divide the query heads of a rank (after tensor parallelism);
+    work is equal on all ranks whatever the layout, so tokens lie in contiguous blocks unless
+    `layout` says otherwise.
 
     Raises:
         PlanError: `plan/illegal` for a layout that does not exist.

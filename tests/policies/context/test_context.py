@@ -226,3 +226,9 @@ def test_a_plan_prices_what_goes_over_several_axes_at_once():
     trace = drive(SimWorld(planned.program.mesh, planned.cost), program=planned.program)
     rows = dict(zip(trace.column("axis").tolist(), trace.column("dur_s").tolist()))
     assert rows["cp"] > 0.0 and rows["shard_cp"] > 0.0 and "shard" not in rows
+
+
+def test_a_dtype_that_does_not_exist_is_refused_by_name():
+    with pytest.raises(PhalanxError) as caught:
+        build("context", {"name": "all_gather", "reduce_dtype": "bf16"})
+    assert caught.value.code == "job/bad-value" and "bfloat16" in caught.value.legal
