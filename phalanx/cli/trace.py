@@ -23,7 +23,7 @@ _SHOWN = 16  # differences
 
 def register(app: typer.Typer) -> None:
     """Add the verb."""
-    verbs = group(app, "trace", "Questions asked of runs: who is slow, where do two of them part.")
+    verbs = group(app, "trace", "Questions asked of runs: who is slow, where do two part, is it rounding.")
     verbs.command("slow")(slow)
     verbs.command("diverge")(diverge)
     verbs.command("reference")(reference)

@@ -29,14 +29,15 @@ _SIMULATED = (
     ("linear", PRODUCTS), ("experts", PRODUCTS), ("attention", ATTENTION), ("head", ENDS),
     ("embedding", ENDS), ("optimizer", OPTIMIZER), ("*", ELEMENTWISE),
 )  # fmt: skip
-_FUNCTIONS = (
+OWN_FUNCTIONS = (
     ("_*attention*", ATTENTION), ("_rms*", ELEMENTWISE), ("_gate*", ELEMENTWISE),
     ("_rotate*", ELEMENTWISE), ("_frozenpluslowrank*", PRODUCTS), ("_crossentropy*", ENDS),
-    ("_enter*", COMMUNICATION), ("_leave*", COMMUNICATION), ("_join*", COMMUNICATION),
-    ("_gathertokens*", COMMUNICATION), ("_scattertokens*", COMMUNICATION),
+    ("_exchange*", COMMUNICATION), ("_enter*", COMMUNICATION), ("_leave*", COMMUNICATION),
+    ("_wait*", COMMUNICATION), ("_join*", COMMUNICATION), ("_toheads*", COMMUNICATION),
+    ("_totokens*", COMMUNICATION), ("_product*", PRODUCTS), ("_weight*", PRODUCTS),
 )  # fmt: skip
 _INSIDE_LAYERS = (
-    *_FUNCTIONS,
+    *OWN_FUNCTIONS,
     ("*nccl*", COMMUNICATION), ("*nvjet*", PRODUCTS), ("*cutlass*", PRODUCTS),
     ("*embedding*", ENDS),
     ("*scaled_dot_product*", ATTENTION), ("*flash*", ATTENTION), ("*attention*", ATTENTION),
@@ -49,7 +50,7 @@ _INSIDE_LAYERS = (
     ("*", ELEMENTWISE),
 )  # fmt: skip
 _OUTSIDE = (
-    *_FUNCTIONS,
+    *OWN_FUNCTIONS,
     ("*softmax*", ENDS), ("*matmul", ENDS), ("*bmm", ENDS), ("*::linear*", ENDS), ("*mm", ENDS),
     ("*logsumexp*", ENDS), ("*gather", ENDS), ("*exp*", ENDS), ("*tanh*", ENDS),
     ("*index*", ENDS),

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import re
+from fnmatch import fnmatchcase
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import phalanx
 from phalanx.pages import strips, terminal
 from phalanx.pages.content import (
     compared,
@@ -213,3 +218,43 @@ def test_notes_that_rows_share_are_told_once():
         )
     assert shared_notes(made.rows) == ["fp32, 20 prompts"]
     assert [lines[0].note for _, lines in groups(made.rows)] == ["own 0", "own 1", "own 2"]
+
+
+def own_functions() -> set[str]:
+    """Names that a profile gives the autograd functions of training, all that it lists of them."""
+    found = set()
+    for folder in ("ops", "models", "engines"):
+        for file in (ROOT / folder).rglob("*.py"):
+            if file.stem != "operator_cases":  # for single operators, not in a step
+                text = file.read_text(encoding="utf-8")
+                found |= set(re.findall(r"^class (_\w+)\(torch\.autograd\.Function\)", text, re.M))
+    return {name.lower() for name in found}
+
+
+ROOT = Path(phalanx.__file__).parent
+
+
+def test_every_function_of_a_measured_step_has_a_kind_and_no_pattern_is_stale():
+    names = own_functions()
+    assert len(names) > 12
+    lost = {n for n in names if not any(fnmatchcase(n, p) for p, _ in strips.OWN_FUNCTIONS)}
+    assert not lost, "would be drawn as norms, gates, sums"
+    stale = {p for p, _ in strips.OWN_FUNCTIONS if not any(fnmatchcase(n, p) for n in names)}
+    assert not stale
+
+
+@pytest.mark.parametrize(
+    ("operator", "kind"),
+    [
+        ("_Exchange", strips.COMMUNICATION),
+        ("_ExchangeBackward", strips.COMMUNICATION),
+        ("_ToHeads", strips.COMMUNICATION),
+        ("_Product", strips.PRODUCTS),
+        ("_RmsNorm", strips.ELEMENTWISE),
+    ],
+)
+def test_our_functions_are_drawn_as_what_they_do(operator, kind):
+    builder = TraceBuilder("measured", "job")
+    about = {"lane": "thread1", "layer": "model.layers.0"}
+    builder.add(**about, operator=operator, start_s=0.0, dur_s=0.5)
+    assert strips.seconds_by_kind(builder.build(), 0) == {kind: 0.5}
