@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -20,9 +21,9 @@ from phalanx.worlds.comm_log import CommLog
 _SCOPE = "unit:"
 _NODE = "autograd::engine::evaluate_function"
 _SEQUENCE = "Sequence number"
-# ATen's operators, and autograd functions of our own ("_RmsNorm", "_RmsNormBackward"), since their
-# kernels are called past ATen.
-_OPERATORS = ("aten::", "_")
+# ATen's operators, and autograd functions of our own ("_RmsNorm", "_RmsNormBackward",
+# "RingAttention"), since their kernels are called past ATen.
+_OPERATOR = re.compile(r"aten::|_|\w+Attention(Backward)?$")
 
 
 class OperatorProfile:
@@ -94,7 +95,7 @@ def operator_rows(events: list[dict[str, Any]], start_s: float) -> Iterator[dict
     }
     for event, layer, node, is_inner in nested:
         is_kernel = event.get("cat") == "kernel"
-        if not is_kernel and (is_inner or not event["name"].startswith(_OPERATORS)):
+        if not is_kernel and (is_inner or not _OPERATOR.match(event["name"])):
             continue
         sequence = node["args"].get(_SEQUENCE) if node is not None else None
         yield {
@@ -123,5 +124,5 @@ def _nested(
             layer = name.removeprefix(_SCOPE)
         elif name.startswith(_NODE):
             node = event
-        is_inner = is_inner or name.startswith(_OPERATORS)
+        is_inner = is_inner or _OPERATOR.match(name) is not None
         stack.append((event["ts"] + event["dur"], event, layer, node, is_inner))

@@ -44,3 +44,23 @@ def test_what_an_operator_calls_is_inside_of_it():
         inside = (starts >= starts[at]) & (ends <= ends[at])
         assert inside.sum() == 1, "outermost operators do not overlap"
     assert "aten::addmm" not in rows.column("operator").tolist()
+
+
+class RingAttention(torch.autograd.Function):
+    """Stands for attention that ranks share, whose kernels are called past ATen."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+def test_attention_that_ranks_share_is_listed_in_both_passes():
+    trace = StepTrace(0, "job")
+    with OperatorProfile(0, {}, torch.device("cpu")).step(0, trace):
+        RingAttention.apply(torch.ones(3, requires_grad=True)).sum().backward()
+    operators = trace.build().where(step=0).column("operator").tolist()
+    assert {"RingAttention", "RingAttentionBackward"} <= set(operators)
