@@ -8,6 +8,7 @@ arrived; the wait is the time before it in which the rank did nothing.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,7 +26,8 @@ class Waiting:
     """Seconds of waiting.
 
     Attributes:
-        axes: axes along which anything was exchanged, in the order of the mesh.
+        axes: axes along which anything was exchanged, in the order of the mesh; what was exchanged
+            along several at once (a gradient over "shard_cp") counts for each of them.
         steps: numbers of the steps.
         waits_s: [steps, axes, ranks].
         steps_s: seconds of each step, from the first start to the last end.
@@ -53,20 +55,26 @@ def waiting(trace: Trace, mesh: Mesh) -> Waiting:
         raise PlanError("trace/rows", "mesh", mesh, rule, legal=[f"a mesh of {highest + 1} ranks"])
     rows, waits_s = _measured(trace) if trace.source == "measured" else _simulated(trace)
     axis_R = trace.column("axis")[rows]
-    axes = tuple(name for name in mesh.names if mesh.degree(name) > 1 and name in set(axis_R))
+    parts = {name: _parts(mesh, name) for name in np.unique(axis_R).tolist()}
+    axes = tuple(name for name in mesh.names if any(name in each for each in parts.values()))
     if not axes:
         rule = "has no exchange along an axis of the mesh; steps must be profiled to have them"
         raise PlanError("trace/rows", "trace", trace.job, rule, legal=["--plan.profile_steps 5"])
     steps = tuple(np.unique(trace.columns["step"][rows]).tolist())
     found = np.zeros((len(steps), len(axes), mesh.size))
-    for at, axis in enumerate(axes):
-        chosen = axis_R == axis
-        mine, own_s = rows[chosen], waits_s[chosen]
-        if trace.source == "measured":
-            own_s = own_s - _least_of_group(trace, mesh, axis, mine, own_s)
+    for name, joined in parts.items():
+        mine, own_s = rows[axis_R == name], waits_s[axis_R == name]
+        if joined and trace.source == "measured":
+            own_s = own_s - _least_of_group(trace, mesh, joined, mine, own_s)
         place = np.searchsorted(steps, trace.columns["step"][mine])
-        np.add.at(found, (place, at, trace.columns["rank"][mine]), own_s)
+        for axis in joined:
+            np.add.at(found, (place, axes.index(axis), trace.columns["rank"][mine]), own_s)
     return Waiting(axes, steps, found, _lengths_s(trace, steps))
+
+
+def _parts(mesh: Mesh, axis: str) -> tuple[str, ...]:
+    """The axes that an exchange goes along: of a joint axis ("shard_cp") several."""
+    return tuple(part for part in mesh.parts(axis) if mesh.degree(part) > 1)
 
 
 def _measured(trace: Trace) -> tuple[np.ndarray, np.ndarray]:
@@ -116,7 +124,7 @@ def _step_ends(trace: Trace) -> dict[int, float]:
 
 
 def _least_of_group(
-    trace: Trace, mesh: Mesh, axis: str, rows: np.ndarray, waits_s: np.ndarray
+    trace: Trace, mesh: Mesh, axes: Sequence[str], rows: np.ndarray, waits_s: np.ndarray
 ) -> np.ndarray:
     """Of each row of a collective the least wait among its members; 0 for messages.
 
@@ -125,7 +133,7 @@ def _least_of_group(
     ranks, steps = trace.columns["rank"][rows], trace.columns["step"][rows]
     names, lanes = trace.columns["action_id"][rows], trace.column("lane")[rows]
     is_message = np.asarray([lane.startswith(P2P) for lane in lanes], dtype=bool)
-    group_of = {rank: members[0] for members in mesh.groups(axis) for rank in members}
+    group_of = {rank: members[0] for members in mesh.groups(axes) for rank in members}
     groups = np.asarray([group_of[r] for r in ranks.tolist()])
     number = _numbered(np.stack([ranks, steps, names], axis=1))  # of waits without a name
     keys = np.stack([groups, steps, names, number], axis=1)

@@ -85,6 +85,23 @@ def test_any_slow_rank_of_three_axes_is_found(slow):
     assert find_slow(played(mesh, (slow,)), mesh).suspects == (slow,)
 
 
+@pytest.mark.parametrize("slow", range(4))
+@pytest.mark.parametrize("source", ["simulated", "measured"])
+def test_waits_along_a_joint_axis_speak_of_each_of_its_parts(slow, source):
+    """FSDP beside context parallelism sums gradients over shard and cp at once: "shard_cp"."""
+    mesh, builder = Mesh(shard=2, cp=2), TraceBuilder(source)
+    for rank in range(mesh.size):
+        late_s = 3.0 * (rank == slow)
+        about = {"rank": rank, "axis": "shard_cp", "lane": "axis:shard_cp"}
+        if source == "measured":
+            builder.add(**about, operator="wait", dur_s=1.0 + 3.0 - late_s)
+        else:
+            builder.add(rank=rank, operator="layer", lane="compute", dur_s=10.0 + late_s)
+            builder.add(**about, operator="reduce_scatter", start_s=13.0, dur_s=1.0)
+    found = find_slow(builder.build(), mesh)
+    assert found.suspects == (slow,) and found.cost_s == 3.0
+
+
 def test_the_order_of_the_mesh_does_not_matter():
     mesh = Mesh(tp=4, cp=2)
     slow = mesh.rank({"cp": 1, "tp": 2})
