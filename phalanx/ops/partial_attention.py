@@ -36,7 +36,7 @@ def partial_attention(
         return _compiled_forward(*inputs, seen, scale)
     if (runs := runs_of(seen)) is not None:
         if serves_cuda(*inputs):
-            return cuda_forward(*inputs, runs, scale)
+            return cuda_forward(*inputs, seen, scale)
         if serves_flash(q_QHC, runs):
             return flash_forward(*inputs, runs, scale)
     return blocked_forward(*inputs, seen, scale)
@@ -67,7 +67,7 @@ def partial_attention_backward(
         return _compiled_backward(*inputs, out_QHC, lse_QH, seen, scale)
     if (runs := runs_of(seen)) is not None:
         if serves_cuda(*inputs[1:]):
-            return cuda_backward(*inputs, out_QHC, lse_QH, runs, scale)
+            return cuda_backward(*inputs, out_QHC, lse_QH, seen, scale)
         if serves_flash(q_QHC, runs):
             return flash_backward(*inputs, out_QHC, lse_QH, runs, scale)
     slope_QH = _slope(grad_QHC, out_QHC)

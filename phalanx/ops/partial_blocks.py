@@ -80,19 +80,19 @@ class _Block:
 
     Attributes:
         first_R1, last_R1: of each query, counted within `keys`.
+        all_see: the keys, counted so, that all queries see; empty where there are none.
     """
 
     rows: slice
     keys: slice
     first_R1: Tensor
     last_R1: Tensor
+    all_see: slice
 
     def mask_(self, scores_KRT: Tensor) -> Tensor:
         """Set what a query does not see to -inf, in place."""
         per_query = scores_KRT.unflatten(1, (-1, len(self.first_R1)))
-        num_keys = scores_KRT.shape[-1]
-        first, last = int(self.first_R1.max()), int(self.last_R1.min())
-        for start, end in ((0, min(first, num_keys)), (max(last, 0), num_keys)):
+        for start, end in ((0, self.all_see.start), (self.all_see.stop, scores_KRT.shape[-1])):
             key_T = torch.arange(start, end, device=scores_KRT.device)
             unseen = (key_T < self.first_R1) | (key_T >= self.last_R1)
             per_query[..., start:end].masked_fill_(unseen, -torch.inf)
@@ -106,7 +106,10 @@ def _blocks(seen: KeysSeen, device: torch.device) -> Iterator[_Block]:
         low, high = int(first_Q[start]), int(last_Q[rows.stop - 1])
         if low < high:
             first_R1, last_R1 = ((x[rows, None] - low).to(device) for x in (first_Q, last_Q))
-            yield _Block(rows, slice(low, high), first_R1, last_R1)
+            # ends neither fall, so the last query begins last and the first one ends first
+            oldest, newest = int(first_Q[rows.stop - 1]), int(last_Q[start])
+            all_see = slice(min(oldest, high) - low, max(newest, low) - low)
+            yield _Block(rows, slice(low, high), first_R1, last_R1, all_see)
 
 
 def _by_group(x_QHC: Tensor, num_groups: int) -> Tensor:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -38,6 +39,7 @@ class Run(NamedTuple):
     window: int | None
 
 
+@lru_cache(maxsize=32)  # every layer asks for the same few
 def runs_of(seen: KeysSeen) -> tuple[Run, ...] | None:
     """The queries that see anything, in few runs; None where those would be short."""
     first_Q, last_Q = seen.first_Q, seen.last_Q
