@@ -233,6 +233,32 @@ def _over_parts(
     return highest_n1, both_n2[:, :1], both_n2[:, 1:]
 
 
+def _chunk_loss(
+    rows_nD: Tensor,
+    head_VD: Tensor,
+    targets_n: Tensor,
+    count: int,
+    split: _Split,
+    needs_grad: bool,
+    head_grad_VD: Tensor | None,
+) -> tuple[Tensor, Tensor | None]:
+    """Sum of the losses of the first `count` rows, and their gradient; adds to the head's.
+
+    A function of its own, so that its logits are gone before those of the next chunk are made.
+    """
+    chunk = _Chunk(rows_nD, head_VD, targets_n, split)
+    loss = chunk.losses_n[:count].sum()
+    if not needs_grad:
+        return loss, None
+    row_grad_nD = torch.zeros_like(rows_nD, dtype=_wide(rows_nD))
+    for start, grad_nv in chunk.logit_gradients():
+        tokens = slice(start, start + grad_nv.shape[1])
+        row_grad_nD += grad_nv @ head_VD[tokens]
+        if head_grad_VD is not None:
+            head_grad_VD[tokens] += grad_nv.t() @ rows_nD
+    return loss, row_grad_nD[:count].to(rows_nD.dtype)
+
+
 class _CrossEntropySum(torch.autograd.Function):
     """Sum over rows of -log p(target), with gradients that are ready before the backward pass."""
 
@@ -248,17 +274,12 @@ class _CrossEntropySum(torch.autograd.Function):
             dtype = wide if len(chunks) > 1 else head_VD.dtype
             head_grad_VD = torch.zeros_like(head_VD, dtype=dtype)
         for rows_nD, targets_n, count in chunks:
-            chunk = _Chunk(rows_nD, head_VD, targets_n, split)
-            total += chunk.losses_n[:count].sum()
-            if not needs_grad:
-                continue
-            row_grad_nD = torch.zeros_like(rows_nD, dtype=wide)
-            for start, grad_nv in chunk.logit_gradients():
-                tokens = slice(start, start + grad_nv.shape[1])
-                row_grad_nD += grad_nv @ head_VD[tokens]
-                if head_grad_VD is not None:
-                    head_grad_VD[tokens] += grad_nv.t() @ rows_nD
-            row_grads.append(row_grad_nD[:count].to(rows_nD.dtype))
+            loss, row_grad_nD = _chunk_loss(
+                rows_nD, head_VD, targets_n, count, split, needs_grad, head_grad_VD
+            )
+            total += loss
+            if row_grad_nD is not None:
+                row_grads.append(row_grad_nD)
         row_grad_ND = torch.cat(row_grads) if row_grads else None
         ctx.save_for_backward(row_grad_ND, head_grad_VD)
         ctx.head_dtype = head_VD.dtype

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from phalanx.ops import loss as loss_module
 from phalanx.ops.loss import counted_cross_entropy, token_losses
 from tests.ops.largest_tensor import LargestTensor
+from tests.ops.live_bytes import most_live_bytes
 
 ROWS, MODEL, VOCAB = 29, 12, 1031  # no size divides another
 
@@ -127,3 +128,21 @@ def test_logits_are_never_held_whole():
         ).backward()  # fmt: skip
     assert largest.num_bytes < 17 * VOCAB * 8
     assert largest.num_bytes <= VOCAB * MODEL * 8  # the head itself, in a view
+
+
+@pytest.mark.parametrize("is_trained", [False, True])
+def test_logits_of_one_chunk_are_gone_before_the_next_one_is_made(is_trained):
+    """Five chunks of four tiles each: one chunk and a tile's own gradients, never two chunks."""
+    rows, vocab, model = 16, 1 << 16, 2
+    chunk_bytes = rows * vocab * 4
+    hidden = torch.randn(5 * rows, model, requires_grad=True)
+    head = torch.randn(vocab, model, requires_grad=is_trained)
+    counted, targets = torch.arange(5 * rows), torch.randint(vocab, (5 * rows,))
+
+    def run():
+        counted_cross_entropy(
+            hidden, head, counted, targets, num_counted_global=5 * rows, chunk_bytes=chunk_bytes
+        )
+
+    run()  # what libraries keep of a first call
+    assert chunk_bytes < most_live_bytes(run) < 1.9 * chunk_bytes
