@@ -112,12 +112,14 @@ class Divergence:
         differences: all places that are not equal bit for bit, in the order of computation.
         num_places: compared.
         tolerance: relative distance that rounding may explain.
+        weight_tolerance: the same of weights that an optimizer has changed.
         only: names that one of the runs lacks in a phase altogether.
     """
 
     differences: tuple[Difference, ...]
     num_places: int
     tolerance: float
+    weight_tolerance: float
     only: tuple[str, ...]
 
     @property
@@ -132,8 +134,12 @@ class Divergence:
 
     @property
     def first_large(self) -> Difference | None:
-        """The first place that differs by more than the tolerance."""
-        return next((each for each in self.differences if each.distance > self.tolerance), None)
+        """The first place that differs by more than rounding may explain."""
+        return next((each for each in self.differences if self._is_large(each)), None)
+
+    def _is_large(self, each: Difference) -> bool:
+        has_changed = each.phase == "W" and each.step > 1
+        return each.distance > (self.weight_tolerance if has_changed else self.tolerance)
 
 
 def read_recorded(folder: str | Path) -> Recorded:
@@ -196,7 +202,9 @@ def compare(one: Recorded, other: Recorded, tolerance: float = 0.0) -> Divergenc
 
     Args:
         tolerance: relative distance that rounding may explain; 0: by the dtype that computed, of
-            two the coarser.
+            two the coarser, and of weights behind an update its root: Adam divides by the size of
+            the gradient, so that small gradients, which rounding changes most, count as much as
+            large ones, and a weight that began as zero (LoRA's B) is nothing but its updates.
 
     Raises:
         PlanError: `trace/runs` where they have no step in common.
@@ -210,7 +218,8 @@ def compare(one: Recorded, other: Recorded, tolerance: float = 0.0) -> Divergenc
     mine, theirs = ({place[1:] for place in run.places} for run in (one, other))
     lone = {name for _, name in mine ^ theirs}
     allowed = tolerance or max(TOLERANCE.get(run.dtype, 0.0) for run in (one, other))
-    return Divergence(differences, len(shared), allowed, tuple(sorted(lone)))
+    of_weights = tolerance or math.sqrt(allowed)
+    return Divergence(differences, len(shared), allowed, of_weights, tuple(sorted(lone)))
 
 
 def _differences(one: Recorded, other: Recorded, places: list[Place]) -> Iterator[Difference]:

@@ -23,7 +23,9 @@ _SHOWN = 16  # differences
 
 def register(app: typer.Typer) -> None:
     """Add the verb."""
-    verbs = group(app, "trace", "Questions asked of runs: who is slow, where do two part, is it rounding.")
+    verbs = group(
+        app, "trace", "Questions asked of runs: who is slow, where do two part, is it rounding."
+    )
     verbs.command("slow")(slow)
     verbs.command("diverge")(diverge)
     verbs.command("reference")(reference)
@@ -204,10 +206,11 @@ def _show_divergence(found: Divergence, names: tuple[str, str] = ("A", "B")) -> 
     num_equal = found.num_places - len(found.differences)
     write(f"\n{num_equal} of {found.num_places} places are equal bit for bit\n")
     write(f"first difference: {_words(found.first, names)}\n")
+    allowed = f"{found.tolerance:g} (weights after a step {found.weight_tolerance:.2g})"
     if large is None:
-        write(f"none is above {found.tolerance:g}, which rounding explains\n")
+        write(f"none is above {allowed}, which rounding explains\n")
     else:
-        write(f"first above {found.tolerance:g}: {_words(large, names)}\n")
+        write(f"first above {allowed}: {_words(large, names)}\n")
 
 
 def _words(each: Difference, names: tuple[str, str]) -> str:

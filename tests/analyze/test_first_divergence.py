@@ -52,6 +52,21 @@ def test_frozen_weights_that_are_recorded_once_are_not_missed_in_later_steps():
     assert found.only == () and found.is_rounding and found.num_places == 1
 
 
+@pytest.mark.parametrize(
+    ("step", "phase", "is_rounding"), [(2, "W", True), (1, "W", False), (2, "F", False)]
+)
+def test_weights_behind_an_update_may_be_further_apart_than_what_computes_them(
+    step, phase, is_rounding
+):
+    """Of a weight that began as zero, an update of Adam is all there is."""
+    near = Summary(4, 30.0, (1.0 + 2e-3 * 30**0.5, -2.0), 8)
+    runs = [Recorded("r", "float32", {(step, phase, "norm"): each}) for each in (SOUND, near)]
+    found = compare(*runs)
+    assert found.first.distance == pytest.approx(2e-3 / 2**0.5)
+    assert found.is_rounding == is_rounding
+    assert not compare(*runs, tolerance=1e-4).is_rounding, "what is asked holds everywhere"
+
+
 def written(folder, places) -> str:
     lines = [{"format_version": 1, "dtype": "float32", "threads": 1}]
     for name, summary in places.items():
@@ -72,5 +87,7 @@ def test_the_command_exits_with_1_for_nan_and_for_a_stage_that_left_no_file(tmp_
     assert main(["trace", "diverge", whole, part]) == 1
     assert "only one of the runs has model.layers.1" in capsys.readouterr().out
     assert main(["trace", "diverge", whole, nan]) == 1
-    assert "first above 0.0001: step 1, forward of model.norm" in capsys.readouterr().out
+    assert "first above 0.0001 (weights after a step 0.01): step 1, forward of model.norm" in (
+        capsys.readouterr().out
+    )
     assert main(["trace", "diverge", whole, whole]) == 0
