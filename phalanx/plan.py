@@ -147,8 +147,12 @@ class Plan:
         """
         target = Path(path)
         part = target.with_name(target.name + ".part")
-        part.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
+        part.write_text(self.to_text(), encoding="utf-8")
         part.replace(target)
+
+    def to_text(self) -> str:
+        """The lockfile's content."""
+        return json.dumps(asdict(self), indent=1) + "\n"
 
     @staticmethod
     def load(path: str | Path) -> Plan:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+from phalanx.engines.run_folder import write_whole
 from phalanx.engines.trainer_step import StepSpans
 from phalanx.trace import Trace, TraceBuilder, merge
 
@@ -15,29 +17,46 @@ _PHASE_NAMES = {"F": "forward", "B": "backward", "P": "pipeline", "O": "optimize
 
 
 class MetricsFile:
-    """JSON lines, one object per step or evaluation; written by rank 0, flushed line by line.
+    """JSON lines, one object per step or evaluation; written by rank 0, line by line.
+
+    A disk that is full for a while costs no line and does not end the run: what could not be
+    written is tried again with the next line.
 
     Args:
         path: None on other ranks.
         done_steps: steps of a run that is resumed: their lines stay, later ones are cut off.
+        on_failure: hears when a line cannot be written, once until one can be.
     """
 
-    def __init__(self, path: Path | None, done_steps: int = 0) -> None:
-        self._file = None
+    def __init__(
+        self,
+        path: Path | None,
+        done_steps: int = 0,
+        on_failure: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        self._path, self._on_failure = path, on_failure
+        self._rest, self._fails = b"", False
         if path is not None:
-            kept = _lines_up_to(path, done_steps) if done_steps else []
-            self._file = path.open("w", encoding="utf-8")
-            self._file.writelines(kept)
+            write_whole(path, "".join(_lines_up_to(path, done_steps)) if done_steps else "")
+            self._file = path.open("ab", buffering=0)
 
     def write(self, **values: Any) -> None:
         """One line."""
-        if self._file is not None:
-            self._file.write(json.dumps(values) + "\n")
-            self._file.flush()
+        if self._path is None:
+            return
+        self._rest += json.dumps(values).encode() + b"\n"
+        try:
+            while self._rest:
+                self._rest = self._rest[self._file.write(self._rest) :]
+            self._fails = False
+        except OSError as error:
+            first, self._fails = not self._fails, True
+            if first:
+                self._on_failure(f"{self._path} cannot be written: {error.strerror or error}")
 
     def close(self) -> None:
         """No more lines."""
-        if self._file is not None:
+        if self._path is not None:
             self._file.close()
 
 
@@ -45,9 +64,15 @@ def _lines_up_to(path: Path, step: int) -> list[str]:
     if not path.is_file():
         return []
     with path.open(encoding="utf-8") as file:
-        # a process that was killed may have left half a line at the end
-        lines = [line for line in file if line.endswith("}\n")]
-    return [line for line in lines if json.loads(line).get("step", 0) <= step]
+        return [line for line in file if _step_of(line) <= step]
+
+
+def _step_of(line: str) -> float:
+    """Of a line of metrics; a process that was killed may have left half of one."""
+    try:
+        return json.loads(line).get("step", 0) if line.endswith("\n") else math.inf
+    except (ValueError, AttributeError):
+        return math.inf
 
 
 class StepTrace:

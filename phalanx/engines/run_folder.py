@@ -1,24 +1,116 @@
-"""The files by which the processes of a run know what to do. No torch."""
+"""The files by which the processes of a run know what to do, and who may write them. No torch."""
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
-from collections.abc import Mapping
+import os
+import socket
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from phalanx.engines.result import FILE_NAME, TrainResult
+from phalanx.engines.signs import FOLDER as WATCH
 from phalanx.errors import JobError, PlanError, shown
 from phalanx.job import Job, load_job
 from phalanx.plan import Plan
 
 JOB_FILE, PLAN_FILE = "job.json", "plan.json"
+LOCK_FILE = "running"  # below the folder of signs
+CHECKPOINTS = "checkpoints"
+_OF_A_RUN = (FILE_NAME, "metrics.jsonl", CHECKPOINTS)  # what a folder has once ranks ran in it
+_CHANGED = {
+    "samples": "rows, tokenizer, chat template or the model's context have changed",
+    "weights": "the files of the model have changed",
+}
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
-def write_job(job: Job, folder: str | Path) -> None:
-    """Write `job.json`: its name, its resolved sections and where each value came from."""
-    text = json.dumps(job_table(job), indent=1)
-    (Path(folder) / JOB_FILE).write_text(text + "\n", encoding="utf-8")
+def holds_run(folder: Path) -> bool:
+    """Whether ranks have run in a folder."""
+    return any((folder / name).exists() for name in _OF_A_RUN)
+
+
+def holds_checkpoint(folder: Path) -> bool:
+    """Whether a run has left something to go on from, damaged or not."""
+    # a process that was killed while it replaced a checkpoint leaves the old one aside
+    kinds = ("step-*", ".step-*.replaced")
+    return any(any((folder / CHECKPOINTS).glob(kind)) for kind in kinds)
+
+
+def finished(folder: Path) -> TrainResult | None:
+    """The result of a run that has come to its end; None where there is more to do."""
+    try:
+        result = TrainResult.load(folder)
+    except (OSError, ValueError, TypeError):  # none, or half of one
+        return None
+    return None if result.stopped == "signal" else result
+
+
+@contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """Make a run folder, and keep other runs out of it until the block or this process ends.
+
+    Where the file system has no locks, nobody is kept out.
+
+    Raises:
+        JobError: `job/bad-value` for a folder in which a run is under way, `cli/file` for one that
+            cannot be written.
+    """
+    try:
+        (folder / WATCH).mkdir(parents=True, exist_ok=True)
+        file = (folder / WATCH / LOCK_FILE).open("a+", encoding="utf-8")
+    except OSError as error:
+        rule = f"cannot be written: {(error.strerror or str(error)).lower()}"
+        raise JobError("cli/file", "--folder", folder, rule) from error
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            rule = f"a run is under way in it ({file.read().strip() or 'which starts just now'})"
+            rule += "; wait for it, stop it or name another folder"
+            raise JobError("job/bad-value", "--folder", folder, rule) from None
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}")
+        file.flush()
+        yield
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file so that there is all of it or what was there before.
+
+    Raises:
+        JobError: `cli/file` where it cannot be written.
+    """
+    part = path.with_name(f".{path.name}.part")
+    try:
+        with part.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(path)
+    except OSError as error:
+        part.unlink(missing_ok=True)
+        rule = f"cannot be written: {(error.strerror or str(error)).lower()}"
+        raise JobError("cli/file", "run folder", path, rule) from error
+
+
+def write_job(job: Job, folder: str | Path, inputs: Mapping[str, str] | None = None) -> None:
+    """Write `job.json`: its name, its resolved sections and where each value came from.
+
+    Args:
+        inputs: marks of what the job's names stand for (`require_same_inputs`); None: not known.
+    """
+    table = job_table(job) | ({"inputs": dict(inputs)} if inputs else {})
+    write_whole(Path(folder) / JOB_FILE, json.dumps(table, indent=1) + "\n")
 
 
 def job_table(job: Job) -> dict[str, Any]:
@@ -55,6 +147,23 @@ def read_job(folder: str | Path, changes: Mapping[str, Any] | None = None) -> Jo
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         rule = f"is not what Phalanx wrote: {type(error).__name__}: {error}"
         raise JobError("job/syntax", str(path), None, rule) from None
+
+
+def require_same_inputs(folder: str | Path, inputs: Mapping[str, str]) -> None:
+    """Refuse a run that would go on with other rows, which its counter of samples would misname, or
+    on other frozen weights, though both have the names that they had.
+
+    Args:
+        inputs: marks of what is there now, as `write_job` took them.
+
+    Raises:
+        PlanError: `plan/job`.
+    """
+    before = json.loads((Path(folder) / JOB_FILE).read_text(encoding="utf-8")).get("inputs", {})
+    for name, mark in inputs.items():
+        if before.get(name, mark) != mark:
+            rule = f"is not what the run began with: {_CHANGED[name]}; put it back, or start anew"
+            raise PlanError("plan/job", name, mark, rule, legal=[before[name]])
 
 
 def require_same_result(job: Job, changed: Job) -> None:

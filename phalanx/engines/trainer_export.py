@@ -16,7 +16,7 @@ from torch import Tensor
 from phalanx.data.chat import ChatTemplate, has_end_token, has_template
 from phalanx.engines.process import Process
 from phalanx.engines.trainer_model import TrainModel
-from phalanx.errors import JobError, nearest_names
+from phalanx.errors import JobError, WorldError, nearest_names
 from phalanx.job import Job
 from phalanx.models.adapter_folder import read_adapter
 from phalanx.models.hf import read_whole, save_folder, save_tuned
@@ -61,15 +61,22 @@ def export(
     Returns:
         Names of what was written, for `TrainResult`: "export", "adapter" for lora, "gguf" where
         asked.
+
+    Raises:
+        WorldError: `cli/file` on all ranks, where rank 0 could not write.
     """
-    trained = model.whole_trainable()
+    trained, error = model.whole_trainable(), None
     try:
         if process.leads:
             _write(model, source, folder, job, trained)
-    finally:
-        for _ in trained:  # all ranks gather to the end, also when this one could not write
-            pass
-    process.barrier()
+    except (OSError, JobError) as found:
+        error = found
+    for _ in trained:  # all ranks gather to the end, also when this one could not write
+        pass
+    if process.sum(error is not None):
+        why = getattr(error, "strerror", None) or error or "as rank 0 says"
+        rule = f"cannot be written: {why}"
+        raise WorldError("cli/file", "export", folder, rule) from error
     written = {"export": EXPORT} | ({"adapter": ADAPTER} if model.lora else {})
     return written | ({"gguf": GGUF} if "gguf" in job.plan.exports else {})
 

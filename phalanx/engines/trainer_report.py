@@ -66,7 +66,8 @@ class RunReport:
     ) -> None:
         self.process, self.memory, self.guard = process, memory, guard
         self.callbacks, self.notify, self.num_steps = callbacks, notify, num_steps
-        self.metrics = MetricsFile(folder / "metrics.jsonl" if process.leads else None, done_steps)
+        path = folder / "metrics.jsonl" if process.leads else None
+        self.metrics = MetricsFile(path, done_steps, self._unwritten)
         self.trace = StepTrace(process.rank, job_name)
         self.stop_reason = ""
         self.last_good: Progress | None = None
@@ -149,6 +150,9 @@ class RunReport:
         values = {"kind": "warning", "step": step, "text": text}
         self.metrics.write(**values)
         self.notify(values)
+
+    def _unwritten(self, text: str) -> None:
+        self.notify({"kind": "warning", "text": f"{text}; lines are kept until they can be"})
 
     def note(self, kind: str, **values: Any) -> None:
         """A line of another kind, in the metrics only."""

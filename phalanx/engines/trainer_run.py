@@ -7,7 +7,7 @@ never waited for. What decides the course (a stop, a best evaluation) is equal o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
@@ -242,7 +242,7 @@ class TrainRun:
     def _end(self, stopped: str) -> dict[str, Any]:
         """Export, unless the run goes on later; names of what was written."""
         self.report.read()
-        self._close_checkpoints(stopped)
+        self._wait_for_checkpoints(stopped)
         written: dict[str, Any] = {}
         if stopped == "signal":
             path = step_folder(self.parts.checkpoints.folder, "step", self.progress.step)
@@ -256,42 +256,58 @@ class TrainRun:
                 }
             )
         else:
-            self._load_best()
+            is_last = not self._load_best()
             with self._timed("sample"):
                 after = self.parts.answers()
             with self._timed("export"):
-                written = dict(
-                    export(
-                        self.parts.model, self.inputs.source, self.folder, self.process, self.job
-                    )
-                )
+                written = self._export(is_last)
             if self.process.leads:
                 folder = self.inputs.source.tokenizer_folder
                 written["samples"] = self.parts.held_out.as_text(folder, self.answers_before, after)
+        self.parts.checkpoints.close()
         trace = self.report.trace.build()
         place = (self.process.rank, self.process.world_size, self.process.barrier)
         written["trace"] = write_traces(self.folder, trace, *place).name
         self.report.metrics.close()
         return written
 
-    def _close_checkpoints(self, stopped: str) -> None:
+    def _wait_for_checkpoints(self, stopped: str) -> None:
         """Wait for the disk. Only a run that shall go on needs its last checkpoint."""
         with self._timed("save"):
             try:
-                self.parts.checkpoints.close()
+                self.parts.checkpoints.wait()
             except WorldError as error:
                 if stopped == "signal":
                     raise
                 self._warn(str(error))
 
-    def _load_best(self) -> None:
-        """The weights of the lowest held-out loss, where they are not those of the last step."""
+    def _load_best(self) -> bool:
+        """The weights of the lowest held-out loss, where they are not those of the last step;
+        whether they were loaded."""
         progress = self.progress
         if not self.job.train.keep_best or progress.best_step == progress.step:
-            return
+            return False
         path = latest(self.parts.checkpoints.folder, BEST)
         if path is not None:
             restore(path, self.parts.model, self.parts.optimizer, self.process, weights_only=True)
+        return path is not None
+
+    def _export(self, is_last: bool) -> dict[str, Any]:
+        """Where a whole model finds no room, a checkpoint of what was trained may: then the run
+        goes on from it to its export.
+
+        Args:
+            is_last: the weights are those of the last step.
+        """
+        try:
+            source = self.inputs.source
+            return export(self.parts.model, source, self.folder, self.process, self.job)
+        except WorldError:
+            if is_last:
+                self._save(self.progress)
+                with suppress(WorldError):  # the first reason is the one to tell
+                    self.parts.checkpoints.wait()
+            raise
 
     def _result(self, stopped: str, peak_bytes: float, written: Mapping[str, Any]) -> TrainResult:
         progress, report = self.progress, self.report

@@ -18,6 +18,7 @@ import socket
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
@@ -159,26 +160,27 @@ class Watch:
         with self._writing:
             self._beat += 1
             start_s = time.monotonic()
-            write_sign(
-                self.folder,
-                Sign(
-                    rank=self.rank,
-                    host=socket.gethostname(),
-                    pid=os.getpid(),
-                    beat=self._beat,
-                    step=self._step,
-                    part=self._part,
-                    part_s=time.monotonic() - self._since_s,
-                    longest_s=self._longest_s.get(self._part, 0.0),
-                    num_parts=self._num_parts,
-                    cpu_s=time.process_time(),
-                    num_collectives=comm_log.num_issued(),
-                    last_collective=comm_log.last_collective() or "",
-                    state=self._state,
-                    error=self._error,
-                    failed_at_s=self._failed_at_s,
-                ),
-            )
+            with suppress(OSError):  # a disk that is full for a while ends no run
+                write_sign(self.folder, self._sign())
             self._written_s = time.monotonic()
             # doubled at most, so that one write that was held up does not count
             self._write_s = min(self._written_s - start_s, max(2 * self._write_s, 1e-5))
+
+    def _sign(self) -> Sign:
+        return Sign(
+            rank=self.rank,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            beat=self._beat,
+            step=self._step,
+            part=self._part,
+            part_s=time.monotonic() - self._since_s,
+            longest_s=self._longest_s.get(self._part, 0.0),
+            num_parts=self._num_parts,
+            cpu_s=time.process_time(),
+            num_collectives=comm_log.num_issued(),
+            last_collective=comm_log.last_collective() or "",
+            state=self._state,
+            error=self._error,
+            failed_at_s=self._failed_at_s,
+        )

@@ -7,10 +7,12 @@ than one file has `model.safetensors.index.json`, which says in which file a ten
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import groupby
 from math import prod
 from pathlib import Path
 from typing import Any, NoReturn
@@ -26,6 +28,7 @@ _ITEM_BYTES = {
     **{"F16": 2, "BF16": 2, "I16": 2, "U16": 2, "I8": 1, "U8": 1, "BOOL": 1},
     **{"F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "F8_E4M3FNUZ": 1, "F8_E5M2FNUZ": 1},
 }
+_MARKED_BYTES = 64  # of each tensor
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
@@ -62,6 +65,25 @@ class StoredTensor:
 def item_bytes(dtype: str) -> int:
     """Bytes of an element of a stored dtype."""
     return _ITEM_BYTES[dtype]
+
+
+def mark_of(tensors: Iterable[StoredTensor]) -> str:
+    """16 hex digits by which weights are known again: names, kinds and first values of all of them.
+
+    Nothing is said of the other values, which would all have to be read.
+    """
+    digest = hashlib.sha256()
+    for path, inside in groupby(sorted(tensors, key=lambda each: (each.path, each.start)), _path):
+        with path.open("rb") as file:
+            for each in inside:
+                digest.update(f"{each.name} {each.dtype} {each.shape}\0".encode())
+                file.seek(each.start)
+                digest.update(file.read(min(_MARKED_BYTES, each.num_bytes)))
+    return digest.hexdigest()[:16]
+
+
+def _path(tensor: StoredTensor) -> Path:
+    return tensor.path
 
 
 def read_header(path: str | Path) -> dict[str, StoredTensor]:

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from phalanx.data.chat import PLAIN_TEMPLATE
 from phalanx.engines import trainer_export
 from phalanx.engines.trainer_export import export, require_exports
-from phalanx.errors import JobError
+from phalanx.errors import JobError, WorldError
 from phalanx.job import Job
 from phalanx.job.sections import DataSection, ModelSection, PlanSection, TrainSection
 from phalanx.models.hf import save_folder
@@ -45,7 +45,7 @@ def job(base, method: str, **data) -> Job:
 
 def exported(tmp_path, trained, source: ModelSource, of: Job, lora=None, leads: bool = True):
     model = SimpleNamespace(whole_trainable=lambda: trained, lora=lora)
-    process = SimpleNamespace(leads=leads, barrier=lambda: None)
+    process = SimpleNamespace(leads=leads, sum=float)
     return export(model, source, tmp_path, process, of)
 
 
@@ -72,7 +72,7 @@ def test_full_fine_tuning_holds_one_tensor_at_a_time(tmp_path, base):
 def test_rank_that_cannot_write_gathers_to_the_end_with_the_others(tmp_path, base, monkeypatch):
     of, alive = job(base, "full"), []
     monkeypatch.setattr(trainer_export, "save_tuned", refuse)
-    with pytest.raises(JobError, match="no room"):
+    with pytest.raises(WorldError, match="no room"):
         exported(tmp_path, gathered(alive, []), model_source(of, str), of)
     assert len(alive) == len(values())
 

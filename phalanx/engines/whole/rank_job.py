@@ -10,15 +10,24 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
 
 from phalanx.engines.placed import Placed
 from phalanx.engines.process import open_store
+from phalanx.engines.run_folder import holds_checkpoint
 from phalanx.engines.signs import forget_signs
 from phalanx.engines.train import run_rank
 from phalanx.engines.whole.live import Progress
-from phalanx.engines.whole.train_job import Asked, Trained, interrupted, make_ready, trained
+from phalanx.engines.whole.train_job import (
+    Asked,
+    Trained,
+    begun,
+    interrupted,
+    make_ready,
+    trained,
+)
 from phalanx.errors import PhalanxError
 
 _KEY = "phalanx/run"
@@ -59,20 +68,22 @@ def train_as_rank(
     if place.rank:
         _follow(json.loads(_awaited(store)))
         return None
-    try:
-        asked = _placed(ask(), place)
-        ready = make_ready(asked, say)
-        forget_signs(asked.folder)
-    except PhalanxError as error:
-        store.set(_KEY, json.dumps({"exit_code": error.exit_code}))
-        raise
-    told = {"folder": str(asked.folder.absolute()), "resume": asked.resume}
-    store.set(_KEY, json.dumps(told))
-    with Progress(say, live) as progress:
-        result = run_rank(asked.folder, progress.hear, resume=asked.resume)
-    if progress.interrupted:
-        raise interrupted(progress, asked, say)
-    return trained(ready, result)
+    with ExitStack() as stack:
+        try:
+            asked = _placed(ask(), place)
+            ready = make_ready(asked, say)
+            stack.enter_context(begun(ready, say))
+            forget_signs(asked.folder)
+        except PhalanxError as error:
+            store.set(_KEY, json.dumps({"exit_code": error.exit_code}))
+            raise
+        told = {"folder": str(asked.folder.absolute()), "resume": asked.resume}
+        store.set(_KEY, json.dumps(told))
+        with Progress(say, live) as progress:
+            result = run_rank(asked.folder, progress.hear, resume=asked.resume)
+        if progress.interrupted:
+            raise interrupted(progress, asked, say)
+        return trained(ready, result)
 
 
 def _placed(asked: Asked, place: Placed) -> Asked:
@@ -80,8 +91,7 @@ def _placed(asked: Asked, place: Placed) -> Asked:
     asked = replace(asked, num_local_ranks=place.num_local_ranks)
     if not place.restarts:
         return asked
-    has_checkpoint = any((asked.folder / "checkpoints").glob("*"))
-    return replace(asked, is_retry=True, resume=asked.resume or has_checkpoint)
+    return replace(asked, is_retry=True, resume=holds_checkpoint(asked.folder))
 
 
 def _awaited(store) -> bytes:

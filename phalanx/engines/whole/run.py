@@ -15,7 +15,7 @@ from phalanx.engines.serve.handle import start_server
 from phalanx.engines.whole.forecast import Load, forecast_rows
 from phalanx.engines.whole.processes import run_module
 from phalanx.engines.whole.summary import Summary, write_report
-from phalanx.engines.whole.train_job import Asked, Ready, make_ready, train_ready, trained
+from phalanx.engines.whole.train_job import Asked, Ready, begun, make_ready, train_ready, trained
 from phalanx.errors import JobError
 from phalanx.job import Job
 from phalanx.planner.elsewhere import elsewhere
@@ -70,6 +70,11 @@ class _WholeWay:
             raise JobError("job/bad-value", "plan.exports", exports, rule, legal=[_EXPORTED])
         with self._timed("data, calibration, plan"):
             ready = make_ready(self.asked, self.say, self._forecast)
+        with begun(ready, self.say):
+            return self._follow(ready)
+
+    def _follow(self, ready: Ready) -> RunResult:
+        """What comes after the plan."""
         result = train_ready(ready, self.say, live=self.live)
         with self._timed("parity"):
             parity = self._parity(ready.data)

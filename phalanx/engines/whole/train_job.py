@@ -7,7 +7,9 @@ launcher such as torchrun started it as one of the ranks itself.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+import shlex
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -20,20 +22,28 @@ from phalanx.engines.callbacks import load_callbacks
 from phalanx.engines.result import FILE_NAME, TrainResult
 from phalanx.engines.run_folder import (
     PLAN_FILE,
+    alone_in,
+    finished,
+    holds_checkpoint,
+    holds_run,
     read_job,
+    require_same_inputs,
     require_same_result,
     write_job,
+    write_whole,
 )
 from phalanx.engines.sinks import require_sinks
 from phalanx.engines.whole.live import Progress
 from phalanx.engines.whole.predicted import training_report
 from phalanx.engines.whole.processes import launch_training
-from phalanx.errors import JobError, PlanError
+from phalanx.engines.whole.relaid import relaid
+from phalanx.errors import JobError, PlanError, WorldError
 from phalanx.job import Job
 from phalanx.models.adapter_folder import lora_of
 from phalanx.models.folders import require_free
 from phalanx.models.source import ModelSource, data_settings, model_source
 from phalanx.models.spec import weight_bytes
+from phalanx.models.stored import mark_of
 from phalanx.plan import Plan
 from phalanx.planner.here import (
     device_here,
@@ -46,7 +56,6 @@ from phalanx.report import Report, Row
 from phalanx.units import format_bytes
 
 _BUSY_FRAC = 0.8
-_OF_A_RUN = (FILE_NAME, "metrics.jsonl", "checkpoints")  # what a folder has once ranks ran in it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +69,7 @@ class Asked:
         plan_file: a lockfile made here for this job, instead of planning anew.
         num_local_ranks: processes on this host (0: all of them).
         is_retry: an attempt that failed may have left things in the folder.
+        note: what became of the job's layout, to be said.
     """
 
     job: Job
@@ -68,6 +78,7 @@ class Asked:
     plan_file: str = ""
     num_local_ranks: int = 0
     is_retry: bool = False
+    note: str = ""
 
     @property
     def num_ranks(self) -> int:
@@ -84,13 +95,28 @@ class Asked:
         if self.job.plan.on != "here":
             rule = "training runs on this machine; `phalanx plan` prices other clusters"
             raise PlanError("plan/illegal", "plan.on", self.job.plan.on, rule, legal=["here"])
-        if not (self.resume or self.is_retry) and any(
-            (self.folder / name).exists() for name in _OF_A_RUN
-        ):
-            rule = f"holds a run; go on with it by `--resume {self.folder}` or name another"
-            near = f"{self.folder}-{_stamp()}"
-            raise JobError("job/bad-value", "--folder", self.folder, rule, legal=[near])
+        self.require_free()
         _require_writable(self.folder)
+
+    def require_free(self) -> None:
+        """Refuse a new run where one was, and to go on where there is nothing to go on with.
+
+        Raises:
+            JobError: `job/bad-value`, `job/not-found`.
+        """
+        if self.is_retry:
+            return
+        if not self.resume:
+            if holds_run(self.folder):
+                rule = f"holds a run; go on with it by `--resume {self.folder}` or name another"
+                near = f"{self.folder}-{_stamp()}"
+                raise JobError("job/bad-value", "--folder", self.folder, rule, legal=[near])
+        elif (done := finished(self.folder)) is not None:
+            rule = f"has come to its end after step {done.steps}; nothing is left to do"
+            raise JobError("job/bad-value", "--resume", self.folder, rule)
+        elif not holds_checkpoint(self.folder):
+            rule = "holds no checkpoint to go on from; start the run anew in another folder"
+            raise JobError("job/not-found", "--resume", self.folder, rule)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,6 +133,11 @@ class Ready:
     data: Prepared
     work: Workload
     plan: Plan
+
+    @property
+    def inputs(self) -> Mapping[str, str]:
+        """Marks of the samples and the frozen weights, to know them again when the run goes on."""
+        return _inputs(self.asked.job, self.source, self.data)
 
     @property
     def rates(self) -> Mapping[str, float]:
@@ -151,7 +182,8 @@ def asked_again(folder: str | Path, changes: dict[str, Any] | None = None) -> As
     """A run that goes on, perhaps on other processes.
 
     Args:
-        changes: keys (dotted) of `[plan]` that are set anew.
+        changes: keys (dotted) of `[plan]` that are set anew; the layout follows the number of
+            processes (`relaid`).
 
     Raises:
         JobError: from the folder; PlanError: `plan/job` for a change of the result.
@@ -159,7 +191,8 @@ def asked_again(folder: str | Path, changes: dict[str, Any] | None = None) -> As
     before = read_job(folder)
     job = read_job(folder, changes)
     require_same_result(before, job)
-    return Asked(job=job, folder=Path(folder), resume=True)
+    job, note = relaid(job, changes or {})
+    return Asked(job=job, folder=Path(folder), resume=True, note=note)
 
 
 def make_ready(
@@ -167,7 +200,7 @@ def make_ready(
     say: Callable[[str], None],
     forecast: Callable[[Ready], Sequence[Row]] | None = None,
 ) -> Ready:
-    """Prepare the data, measure the machine, plan; write job.json and plan.json.
+    """Prepare the data, measure the machine, plan; nothing is written into the run folder yet.
 
     Args:
         forecast: gives further predictions, which the lockfile then holds too.
@@ -176,12 +209,16 @@ def make_ready(
         PhalanxError: whatever can be known before a process starts.
     """
     asked.require_legal()
+    if asked.note:
+        say(asked.note)
     given = Plan.load(asked.plan_file) if asked.plan_file else None
     if given is not None:
         given.require_here(hardware_here(asked.num_ranks), asked.job.result_key)
     source = model_source(asked.job, say)
     _require_outcome(asked, source)
     data = prepare(data_settings(asked.job, source.config), source.tokenizer_folder)
+    if asked.resume:
+        require_same_inputs(asked.folder, _inputs(asked.job, source, data))
     audit = {name: count for name, count in asdict(data.audit).items() if count}
     say("data: " + ", ".join(f"{name.replace('_', ' ')} {count}" for name, count in audit.items()))
     work = workload(asked.job, source.config, data, asked.num_ranks)
@@ -190,12 +227,30 @@ def make_ready(
     if forecast is not None:
         rows = [*plan.predictions, *map(asdict, forecast(ready))]
         ready = replace(ready, plan=replace(plan, predictions=_last_of_each(rows)))
-    asked.folder.mkdir(parents=True, exist_ok=True)
-    write_job(asked.job, asked.folder)
-    ready.plan.save(asked.folder / PLAN_FILE)
-    for row in ready.plan.predictions:
-        say(f"predicted: {_said(row)}")
     return ready
+
+
+@contextmanager
+def begun(ready: Ready, say: Callable[[str], None]) -> Iterator[None]:
+    """Write job.json and plan.json into the run folder, in which no other run is meanwhile.
+
+    Raises:
+        JobError: as `alone_in` and `Asked.require_free`; `cli/file` for a disk that is full.
+    """
+    asked = ready.asked
+    with alone_in(asked.folder):
+        asked.require_free()  # another run may have ended there since it was looked at first
+        write_job(asked.job, asked.folder, ready.inputs)
+        write_whole(asked.folder / PLAN_FILE, ready.plan.to_text())
+        for row in ready.plan.predictions:
+            say(f"predicted: {_said(row)}")
+        yield
+
+
+def _inputs(job: Job, source: ModelSource, data: Prepared) -> dict[str, str]:
+    """Weights that are trained are in the checkpoint; those of a base that is frozen are not."""
+    frozen = {"weights": mark_of(source.weights.values())} if job.train.method == "lora" else {}
+    return {"samples": data.path.name} | frozen
 
 
 def _last_of_each(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -275,6 +330,10 @@ def train_ready(ready: Ready, say: Callable[[str], None], *, live: bool) -> Trai
             )
         except KeyboardInterrupt:
             raise interrupted(progress, asked, say) from None
+        except WorldError:
+            if holds_checkpoint(asked.folder):
+                say(f"what it saved stays; go on with: {_again(asked)}")
+            raise
     if progress.interrupted:  # a rank was told by somebody else
         raise interrupted(progress, asked, say)
     return TrainResult.load(asked.folder)
@@ -283,11 +342,18 @@ def train_ready(ready: Ready, say: Callable[[str], None], *, live: bool) -> Trai
 def interrupted(progress: Progress, asked: Asked, say: Callable[[str], None]) -> KeyboardInterrupt:
     """The end of a run that was told to stop, after saying how to go on with it."""
     if progress.interrupted:
-        step, again = progress.interrupted["step"], f"phalanx train --resume {asked.folder}"
-        say(f"stopped after step {step}; go on with: {again}")
+        say(f"stopped after step {progress.interrupted['step']}; go on with: {_again(asked)}")
+    elif (done := finished(asked.folder)) is not None:
+        say(f"the run had come to its end already, after step {done.steps}")
+    elif holds_checkpoint(asked.folder):
+        say(f"stopped; what it saved before stays; go on with: {_again(asked)}")
     else:
         say("stopped before a checkpoint could be written")
     return KeyboardInterrupt()
+
+
+def _again(asked: Asked) -> str:
+    return f"phalanx train --resume {shlex.quote(str(asked.folder))}"
 
 
 def train(asked: Asked, say: Callable[[str], None] = print, *, live: bool = False) -> Trained:
@@ -301,7 +367,14 @@ def train(asked: Asked, say: Callable[[str], None] = print, *, live: bool = Fals
         PhalanxError: whatever stops the run; what was done before stays in the folder.
     """
     ready = make_ready(asked, say)
-    return trained(ready, train_ready(ready, say, live=live))
+    with begun(ready, say):
+        try:
+            result = train_ready(ready, say, live=live)
+        except KeyboardInterrupt:
+            if (ended := finished(asked.folder)) is None:
+                raise
+            result = ended  # it was told to stop when there was nothing left to stop
+        return trained(ready, result)
 
 
 def trained(ready: Ready, result: TrainResult) -> Trained:
