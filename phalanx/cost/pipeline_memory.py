@@ -2,7 +2,10 @@
 
 A rank holds the weights, gradients and optimizer state of its stages; it keeps what autograd saves
 of every micro-batch between its forward and its last backward pass on a stage, and what a stage
-sends until then. Moments and terms as in `cost.step_memory`.
+sends until then. Between an input gradient and its weight gradient torch keeps all of that, and the
+gradient of what each trained operator has put out, from which the weight's is made
+(`torch.distributed.pipelining._backward`); only the first stage, whose input has no gradient, does
+all its work in the second pass. Moments and terms as in `cost.step_memory`.
 """
 
 from __future__ import annotations
@@ -13,10 +16,11 @@ from math import ceil
 
 from phalanx.cost.pipeline_parts import Pipeline
 from phalanx.cost.step_memory import Unit, memory_terms, units_of
-from phalanx.cost.step_saved import saved_of
+from phalanx.cost.step_saved import is_split_by_token, saved_of
 from phalanx.cost.step_work import Workload
 from phalanx.mesh import Mesh
 from phalanx.models.config import DTYPE_BYTES, DecoderConfig
+from phalanx.models.operators import operators
 from phalanx.policy import Spec
 
 
@@ -60,6 +64,7 @@ def terms_of_ranks(
     sent = float(config.hidden_size * DTYPE_BYTES[config.dtype])
     sent /= work.tensor_degree if work.splits_tokens else 1
     kept = [each.kept + sent for each in per_stage[:-1]] + [per_stage[-1].kept]
+    waiting = waiting_gradients(config, work, pipeline)
     num_items = max(1, ceil(work.num_items))
     terms = []
     for rank in range(pipeline.num_ranks):
@@ -70,9 +75,21 @@ def terms_of_ranks(
             units[rank],
             reduce_bytes=reduce_bytes,
             recompute=recompute,
-            saved_per_token=pipeline.most_live(rank, num_items, kept) + again,
+            saved_per_token=pipeline.most_live(rank, num_items, kept, waiting) + again,
             has_head=pipeline.rank_of_stage[-1] == rank,
             offloads=offloads,
         )
         terms.append(found)
     return terms
+
+
+def waiting_gradients(config: DecoderConfig, work: Workload, pipeline: Pipeline) -> list[float]:
+    """Bytes per token that an input gradient leaves on each stage for the weight gradient."""
+    waiting = [0.0] * pipeline.num_stages
+    for op in operators(config, document_tokens=work.document_tokens, lora=work.lora):
+        if not op.num_trained or op.op == "head":  # the loss has made the head's already
+            continue
+        share = 1.0 / work.tensor_degree if is_split_by_token(op, work) else 1.0
+        for stage in pipeline.stages_of_operator(op):
+            waiting[stage] += share * op.out_bytes_per_token * (stage > 0)
+    return waiting

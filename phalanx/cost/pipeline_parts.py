@@ -120,23 +120,36 @@ class Pipeline:
             return [[Step(0, kind, item) for item in range(num_items) for kind in "FB"]]
         return self.order.order(self.num_ranks, num_items)
 
-    def most_live(self, rank: int, num_items: int, per_stage: Sequence[float]) -> float:
+    def most_live(
+        self,
+        rank: int,
+        num_items: int,
+        per_stage: Sequence[float],
+        waiting: Sequence[float] = (),
+    ) -> float:
         """The most that a rank keeps of micro-batches under way.
 
         Args:
             per_stage: what one of them leaves on each stage, between its forward and its last
                 backward pass there.
+            waiting: what the input gradient ("I") leaves beside it until the weight gradient; ():
+                nothing.
         """
-        return max(_kept(self.lists(num_items)[rank], per_stage), default=0.0)
+        steps = self.lists(num_items)[rank]
+        return max(_kept(steps, per_stage, waiting or [0.0] * self.num_stages), default=0.0)
 
 
-def _kept(steps: Sequence[Step], per_stage: Sequence[float]) -> Iterator[float]:
-    """What is kept after each pass; a backward pass that leaves weight gradients for later ("I")
-    keeps everything."""
+def _kept(
+    steps: Sequence[Step], per_stage: Sequence[float], waiting: Sequence[float]
+) -> Iterator[float]:
+    """What is kept after each pass."""
     kept = 0.0
     for step in steps:
         if step.kind == "F":
             kept += per_stage[step.stage]
-        elif step.kind in ("B", "W"):
+        elif step.kind == "I":
+            kept += waiting[step.stage]
+        else:
             kept -= per_stage[step.stage]
+            kept -= waiting[step.stage] if step.kind == "W" else 0.0
         yield kept

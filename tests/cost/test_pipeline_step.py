@@ -217,3 +217,18 @@ def test_stages_weighed_as_layers_end_sooner_than_equal_ones_beside_a_large_head
         for stages in (weighed, [(0, 4), (4, 8)])
     ]
     assert took[0] < took[1]
+
+
+def test_weight_gradients_put_off_keep_the_gradients_that_they_are_made_of():
+    """ZB-H1 on two ranks, on the last: F0 I0 F1 I1 W0; before W0 it keeps both micro-batches, and of
+    both what its trained operators put out, once more."""
+    one = terms(2, items=1)[1]["activations"]
+    found = terms(2, name="zero_bubble")
+    out = sum(
+        op.out_bytes_per_token
+        for op in operators(CONFIG, document_tokens=10)
+        if op.num_trained and op.op != "head" and (op.layer is None or op.layer >= 4)
+        and op.name != "model.embed_tokens"
+    )  # fmt: skip
+    assert found[1]["activations"] == pytest.approx(2 * (one + 10 * out))
+    assert found[0]["activations"] == pytest.approx(terms(2)[0]["activations"])
