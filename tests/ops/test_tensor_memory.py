@@ -76,7 +76,7 @@ def kept(rank: int, world_size: int) -> dict[bool, float]:
         with LiveBytes() as live:
             x_TD = torch.randn(TOKENS // world_size, WIDTH).bfloat16().requires_grad_()
             out_TD = layer(x_TD, of, HEADS // world_size, again=again)
-            num_bytes = live.now(besides=[out_TD, *of.values()])
+            num_bytes = live.settled(besides=[out_TD, *of.values()])
         out_TD.sum().backward()
         assert all(each.grad.abs().sum() > 0 for each in of.values())
         found[again] = num_bytes / (34 * TOKENS * WIDTH)
