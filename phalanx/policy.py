@@ -23,6 +23,9 @@ from typing import Any, ClassVar, NamedTuple
 from phalanx.action import Action
 from phalanx.mesh import Mesh
 
+# What options for a dtype take; "" leaves it as it is.
+DTYPES = ("", "bfloat16", "float32", "float64")
+
 
 class Policy:
     """What all shapes share; `registry.register` fills both names in."""

@@ -21,11 +21,13 @@ from torch.distributed import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from phalanx.engines.fsdp_buffers import make_room_for_reductions
 from phalanx.engines.joint_axes import joint_mesh, side_by_side
 from phalanx.engines.unit_scatter import UnitScatter
 from phalanx.engines.unit_sum import UnitGradients, UnitSum
-from phalanx.engines.units import PLACEMENTS, BoundUnit, claimed, specs_by_placement, units_of
+from phalanx.engines.units import BoundUnit, claimed, units_of
 from phalanx.errors import PlanError
+from phalanx.planner.data_axes import PLACEMENTS, specs_by_placement
 from phalanx.policy import Spec
 
 
@@ -188,7 +190,7 @@ def bind_data(
         PlanError: `plan/illegal` for an axis that the mesh lacks, a placement that is no data
             placement, or one that comes twice.
     """
-    by_placement = specs_by_placement(specs, mesh)
+    by_placement = specs_by_placement(specs, mesh.mesh_dim_names or ())
     shard, update, replicate = placed = tuple(by_placement.get(name) for name in PLACEMENTS)
     dtypes = {"param_dtype": param_dtype, "reduce_dtype": reduce_dtype}
     units = units_of(module, placed, dtypes)
@@ -284,6 +286,8 @@ def _shard_units(units: Sequence[BoundUnit], grid: DeviceMesh) -> None:
         # the loss is divided by the global number of targets: gradients add up to their mean
         unit.module.set_gradient_divide_factor(1.0)
         unit.module.set_force_sum_reduction_for_comms(True)
+        if grid.device_type == "cpu":
+            make_room_for_reductions(unit.module)
         if len(unit.modules) > 1:
             _gather_with_root(units[0].module, unit.module)
             continue

@@ -78,7 +78,10 @@ class UnitScatter(UnitGradients):
             self._add_received()
         while len(self._under_way) >= MOST_UNDER_WAY:
             self._under_way[0]._add_received()
-        self._sent_FC = _packed([self.take_grad(each) for each in self.parameters], self._degree)
+        grads = [self.take_grad(each) for each in self.parameters]
+        self._make_room(grads)
+        self._sent_FC = _packed(grads, self._degree)
+        del grads  # copied
         self._under_way.append(self)
         if self._degree == 1:
             self._received_C = self._sent_FC[0]

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from phalanx.engines.local_parts import local_of, placed_as
+from phalanx.engines.memory import make_room
 
 
 class UnitGradients(ABC):
@@ -103,6 +104,11 @@ class UnitGradients(ABC):
         grads = [each.grad for each in self.parameters or () if each.grad is not None]
         return sum(local_of(each).nbytes for each in (*grads, *self._wide.values()))
 
+    def _make_room(self, grads: Sequence[Tensor]) -> None:
+        """Before these gradients are copied into one buffer; on the CPU."""
+        if grads[0].device.type == "cpu":
+            make_room(sum(each.nbytes for each in grads))
+
     @abstractmethod
     def _start(self) -> None:
         """All gradients of a round are there."""
@@ -152,7 +158,9 @@ class UnitSum(UnitGradients):
         self._work: dist.Work | None = None
 
     def _start(self) -> None:
-        self._flat = torch.cat([self.take_grad(each).flatten() for each in self.parameters])
+        grads = [self.take_grad(each).flatten() for each in self.parameters]
+        self._make_room(grads)
+        self._flat = torch.cat(grads)
         self._work = dist.all_reduce(self._flat, group=self._group, async_op=True)
 
     def _end(self) -> None:

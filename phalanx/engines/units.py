@@ -6,12 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from torch import nn
-from torch.distributed import DeviceMesh
 
 from phalanx.errors import PlanError
 from phalanx.policy import Rule, Spec
-
-PLACEMENTS = ("shard", "update", "replicate")
 
 
 @dataclass(frozen=True)
@@ -42,27 +39,6 @@ class BoundUnit:
     def stays_gathered(self) -> bool:
         """Nothing in it ever changes, and it is not given back after its forward pass anyway."""
         return self.shard is not None and not self.shard.reshard and self.is_frozen
-
-
-def specs_by_placement(specs: Sequence[Spec], mesh: DeviceMesh) -> dict[str, Spec]:
-    found: dict[str, Spec] = {}
-    for spec in specs:
-        placement = spec.rules()[-1].placement
-        where = f"policy.{spec.family}.{spec.policy_name}"
-        if placement not in PLACEMENTS or any(r.placement != placement for r in spec.rules()):
-            rule = "is no placement of data parallelism"
-            raise PlanError("plan/illegal", where, placement, rule, legal=PLACEMENTS)
-        if placement in found:
-            raise PlanError("plan/illegal", where, placement, "only one policy may place so")
-        if spec.axis not in (mesh.mesh_dim_names or ()):
-            rule, legal = "the mesh has no such axis", mesh.mesh_dim_names or ()
-            raise PlanError("plan/illegal", f"{where}.axis", spec.axis, rule, legal=legal)
-        found[placement] = spec
-    if "shard" in found and "update" in found:
-        names = [spec.policy_name for spec in specs]
-        rule, legal = "both cut the optimizer's state", [found["shard"].policy_name]
-        raise PlanError("plan/illegal", "plan.data", names, rule, legal=legal)
-    return found
 
 
 _Rules = tuple[Rule | None, ...]  # one per placement

@@ -22,12 +22,19 @@ from phalanx.models.adapter_folder import lora_of
 from phalanx.models.config import DecoderConfig
 from phalanx.models.spec import weight_bytes
 from phalanx.plan import RoleProgram
+from phalanx.planner.data_axes import (
+    DATA_AXES,
+    require_cast,
+    require_order,
+    require_own_axes,
+    require_sums,
+    require_units,
+)
 from phalanx.planner.machine_here import memory_of_rank
 from phalanx.planner.make import mesh_of, policy_tables
 from phalanx.policy import Order, Spec
 from phalanx.registry import build
 
-DATA_AXES = ("replicate", "shard")
 PIPELINE_AXIS = "pp"
 _SPEC_FAMILIES = ("data", "tensor", "context")
 _NAMED_BY = {"plan.mesh", "plan.data", "plan.tensor", "plan.context"}
@@ -122,19 +129,30 @@ def with_layout(job: Job, config: DecoderConfig, num_ranks: int) -> Job:
 
 def _with_data(job: Job) -> Job:
     """The same where the job names a mesh but no data policy: one for every data axis. Context
-    ranks sum gradients as data ranks do, and stages may keep masters, so they have one too, on an
-    axis of one rank."""
+    ranks sum gradients as data ranks do, and weights that are cast need masters, so they have one
+    too, on an axis of one rank."""
     mesh = dict(job.plan.mesh)
     if not mesh or "plan.data" in _named(job):
         return job
     is_staged = mesh.get(PIPELINE_AXIS, 1) > 1
-    if (job.plan.context or is_staged) and not any(axis in mesh for axis in DATA_AXES):
+    if _casts_weights(job) and job.plan.offload == "none" and "shard" not in mesh:
+        mesh = _with_shard(mesh)
+        if is_staged:
+            return _laid_out(job, mesh, ["zero", "replicate"] if "replicate" in mesh else "zero")
+    elif (job.plan.context or is_staged) and not any(axis in mesh for axis in DATA_AXES):
         mesh = {"shard" if _casts_weights(job) else "replicate": 1} | mesh
         if is_staged and "shard" in mesh:
             return _laid_out(job, mesh, "zero")
     if "replicate" not in mesh:
         return _laid_out(job, mesh, job.plan.data) if "shard" in mesh else job
     return _laid_out(job, mesh, [job.plan.data, "replicate"] if "shard" in mesh else "replicate")
+
+
+def _with_shard(mesh: Mapping[str, int]) -> dict[str, int]:
+    """The mesh with an axis of one rank that keeps masters, just inside of replicas."""
+    axes = list(mesh.items())
+    at = 1 + list(mesh).index("replicate") if "replicate" in mesh else 0
+    return dict([*axes[:at], ("shard", 1), *axes[at:]])
 
 
 def _laid_out(job: Job, mesh: Mapping[str, int], data: Any) -> Job:
@@ -167,6 +185,8 @@ def training_shape(job: Job, config: DecoderConfig, num_ranks: int) -> TrainingS
     _require_used(mesh, specs)
     _require_trained(job, specs)
     shape = TrainingShape(mesh, tables, specs)
+    _require_data(job, config, shape)
+    _require_split_vocabulary(shape)
     if (degree := mesh.degree(PIPELINE_AXIS)) > 1:
         _require_whole_weights(mesh, specs)
         order: Order = _built(order_table)
@@ -243,6 +263,29 @@ def _require_trained(job: Job, specs: Sequence[Spec]) -> None:
             )
             legal = ["replicate", "fsdp"]
             raise PlanError("plan/illegal", "plan.data", spec.policy_name, rule, legal=legal)
+
+
+def _require_data(job: Job, config: DecoderConfig, shape: TrainingShape) -> None:
+    """Refuse data policies that do not fit the mesh, the model or one another."""
+    data = [spec for spec in shape.specs if spec.family == "data"]
+    require_own_axes(shape.specs)
+    require_sums(shape.mesh, data)
+    require_order(shape.mesh, data, shape.tensor_degree)
+    require_units(data, config)
+    if _casts_weights(job) and job.plan.offload == "none":  # masters elsewhere are cast there
+        require_cast(data, job.train.master_dtype, job.model.dtype)
+
+
+def _require_split_vocabulary(shape: TrainingShape) -> None:
+    """Refuse tokens that are split beside a whole vocabulary: lookups would be partial by token and
+    logits whole, no one rule for a tied gradient."""
+    rules = [rule for spec in shape.specs if spec.family == "tensor" for rule in spec.rules()]
+    if not shape.splits_tokens or any(rule.placement == "vocab" for rule in rules):
+        return
+    if shape.tensor_degree > 1:
+        name = next(spec.policy_name for spec in shape.specs if spec.family == "tensor")
+        rule, legal = "splits tokens but not the vocabulary", ["vocabulary_parallel = true"]
+        raise PlanError("plan/illegal", "plan.tensor", name, rule, legal=legal)
 
 
 def _require_whole_weights(mesh: Mesh, specs: Sequence[Spec]) -> None:

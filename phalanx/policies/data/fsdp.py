@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from phalanx.errors import PlanError
-from phalanx.policy import Exchange, Rule, Spec
+from phalanx.policy import DTYPES, Exchange, Rule, Spec
 from phalanx.registry import Source, register
 
 _SOURCE = Source(
@@ -61,8 +61,8 @@ class Fsdp(Spec):
     reshard_after_forward: bool = True
     prefetch: int = 1
     reduce_every_item: bool = False
-    param_dtype: str = ""
-    reduce_dtype: str = ""
+    param_dtype: str = field(default="", metadata={"choices": DTYPES})
+    reduce_dtype: str = field(default="", metadata={"choices": DTYPES})
 
     def __post_init__(self) -> None:
         if self.prefetch < 0:

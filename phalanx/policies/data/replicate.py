@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from phalanx.policy import Exchange, Rule, Spec
+from phalanx.policy import DTYPES, Exchange, Rule, Spec
 from phalanx.registry import Source, register
 
 _SOURCE = Source(
@@ -42,7 +42,7 @@ class Replicate(Spec):
 
     axis: str = "replicate"
     units: str = "*layers.*"
-    reduce_dtype: str = ""
+    reduce_dtype: str = field(default="", metadata={"choices": DTYPES})
 
     def rules(self) -> tuple[Rule, ...]:
         """The same reduction for units and for the rest."""

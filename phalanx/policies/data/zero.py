@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from phalanx.errors import PlanError
-from phalanx.policy import Exchange, Rule, Spec
+from phalanx.policy import DTYPES, Exchange, Rule, Spec
 from phalanx.registry import Source, register
 
 _SOURCE = Source(
@@ -56,7 +56,7 @@ class Zero(Spec):
     axis: str = "shard"
     stage: int = 1
     units: str = "*layers.*"
-    reduce_dtype: str = ""
+    reduce_dtype: str = field(default="", metadata={"choices": DTYPES})
 
     def __post_init__(self) -> None:
         if self.stage not in (1, 2):
