@@ -1,17 +1,21 @@
 """Llama 3 parallelism: the sizing of four axes, bubbles and free rounds of the interleaved order.
 
-Gated: degrees by the inequalities of `planner.sizing`; bubbles and peaks of the real order, played.
+Gated: degrees by the inequalities of `planner.sizing`; bubbles and peaks of the real order, played;
+layouts of tokens that share out the work of packed rows.
 Throughput at 16,384 GPUs is priced by the planner and shown beside what was published; `phalanx lab
 validate` scores the planner, so it gates nothing here.
 """
 
 from __future__ import annotations
 
+import numpy as np
+
 from phalanx.cost.model_shape import shape_of
 from phalanx.cost.training_formulas import bubble_frac, utilisation
 from phalanx.cost.training_plans import SCHEDULES, TrainingPlans
 from phalanx.cost.training_step import training_step
 from phalanx.hardware import Cluster, parse_cluster
+from phalanx.layout.token_layout import token_layout
 from phalanx.models.named import named_model
 from phalanx.planner.sizing import four_axes
 from phalanx.registry import build
@@ -22,7 +26,9 @@ from phalanx.systems.reproductions._pictures import draw_schedule
 from phalanx.worlds.pipeline_arrays import Played, play
 
 _MODEL, _TOKENS, _PEAK = "llama-3.1-405b", 16 * 2**20, 989e12
-_SIZED = {8192: (8, 1, 16, 128), 131_072: (8, 16, 16, 8)}
+_LONG_ROW, _BF16_BYTES = 131_072, 2
+_SIZED = {8192: (8, 1, 16, 128), _LONG_ROW: (8, 16, 16, 8)}
+_MEAN_DOCUMENT, _DRAWS = 1024, 10  # documents as those of figure 11
 _CHUNKS, _RANKS = 8, 16  # one layer each; 8 is inferred: 15 / (16 8) is the 12 % of the text
 _FORWARD_S, _BACKWARD_S = 1.0, 2.0
 # items of a round -> idle over ideal time with a message of half a forward pass, chunks of rank 0
@@ -35,6 +41,7 @@ def reproduce() -> Report:
     _sizing(report)
     _bubbles(report)
     _rounds(report)
+    _shared_rows(report)
     _throughput(report)
     report.rows += measured("llama3-parallelism")
     report.notes["not reproduced"] = (
@@ -149,6 +156,35 @@ def _rounds(report: Report) -> None:
         numbers = rates[per_round].number, rates[4].number
         assert numbers[0] is not None and numbers[1] is not None
         report.add(quantity, numbers[0] / numbers[1], "1", "published", note=rates[4].source)
+
+
+def _shared_rows(report: Report) -> None:
+    """Context parallelism: what a rank gathers, and its work where rows are packed documents."""
+    shape = shape_of(named_model(_MODEL).config, _MODEL)
+    attention, (tensor, *_) = shape.layers[0].attention, _SIZED[_LONG_ROW]
+    heads = attention.num_kv_heads / tensor
+    gathered = 2 * _LONG_ROW * heads * attention.head_dim * _BF16_BYTES
+    quantity = f"keys and values that a rank holds of a layer, 405B, sequences of {_LONG_ROW:,}"
+    note = "one head of 128 channels of each: 512 bytes a token"
+    report.add(quantity, gathered, "B", "formula", target=512.0 * _LONG_ROW, note=note)
+    for ranks in (4, 16):
+        for kind, most in (("head_tail", None), ("per_document", 1.1), ("balanced", 1.1)):
+            quantity = f"work of the busiest rank over the mean, {ranks} ranks, {kind}"
+            note = f"documents of {_MEAN_DOCUMENT:,} tokens on average, exponential; {_DRAWS} draws"
+            gate = {} if most is None else {"target": most, "bound": "below"}
+            found = float(np.mean([_imbalance(kind, ranks, seed) for seed in range(_DRAWS)]))
+            report.add(quantity, found, "1", "simulated", note=note, **gate)
+
+
+def _imbalance(kind: str, ranks: int, seed: int) -> float:
+    """Pairs of the busiest rank over the mean, of a row of documents."""
+    drawn = np.random.default_rng(seed).exponential(_MEAN_DOCUMENT, 4 * _LONG_ROW // _MEAN_DOCUMENT)
+    ends = np.cumsum(np.maximum(1, drawn.astype(int)))
+    bounds = np.array([0, *ends[ends < _LONG_ROW], _LONG_ROW])
+    pairs_S = np.arange(_LONG_ROW) - np.repeat(bounds[:-1], np.diff(bounds)) + 1
+    layout = token_layout(kind, _LONG_ROW, ranks, bounds.tolist())
+    work = pairs_S[layout.tokens_Nc].sum(axis=1)
+    return float(work.max() / work.mean())
 
 
 def _throughput(report: Report) -> None:
