@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
+from phalanx.engines import fsdp_buffers, unit_sum
 from phalanx.engines.bind import bind_data
 from phalanx.errors import PlanError
 from phalanx.mesh import Mesh
@@ -182,3 +183,23 @@ def test_norms_of_shards_are_not_those_of_weights_but_dtensors_know():
         assert all(torch.allclose(a, b, rtol=1e-12) for a, b in zip(whole, expected))
         apart = [not torch.allclose(a, b, rtol=1e-6) for a, b in zip(of_shards, expected)]
         assert all(apart[:-1])  # the norm layer is all ones
+
+
+# ---- room for reductions -------------------------------------------------------------------------
+
+
+def room_asked_for(rank: int, world_size: int, specs: list) -> tuple[int, int]:
+    asked: list[int] = []
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (fsdp_buffers, unit_sum):
+            patch.setattr(module, "make_room", asked.append)
+        tied_gradient(rank, world_size, specs)
+    return sum(asked), sum(each.nbytes for each in Tied().parameters())
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("spec", [Fsdp(), Replicate(), Zero()], ids=lambda s: s.policy_name)
+def test_every_gradient_that_is_copied_to_be_reduced_asks_for_room(spec):
+    """Sharded ones for the part that a rank receives too; shards of odd sizes are padded."""
+    for asked, whole in run_ranks(room_asked_for, 2, [spec], backend=None):
+        assert whole <= asked <= 1.6 * whole

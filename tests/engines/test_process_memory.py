@@ -27,7 +27,7 @@ print(process_bytes().unused)
 """
 SMALL = """
 import ctypes
-from phalanx.engines.memory import process_bytes, return_free_memory
+from phalanx.engines.memory import make_room, process_bytes, return_free_memory
 
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
@@ -48,6 +48,15 @@ def test_small_blocks_that_were_freed_go_back_when_asked():
     script = SMALL.replace("ASK", "return_free_memory()")
     kept, returned = _printed(SMALL.replace("ASK", "None")), _printed(script)
     assert kept > 30 << 20 and returned < kept / 2
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="not glibc")
+def test_they_go_back_before_a_large_block_is_taken_and_stay_before_a_small_one():
+    large, small = (
+        _printed(SMALL.replace("ASK", f"make_room({num_bytes})"))
+        for num_bytes in (1 << 26, 1 << 20)
+    )
+    assert small > 30 << 20 and large < small / 2
 
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="not glibc")
