@@ -10,6 +10,7 @@ from phalanx.cli.job import resolve
 from phalanx.errors import JobError
 from phalanx.job import Job, parse_flags
 from phalanx.planner.clusters import asked_clusters
+from phalanx.planner.emitters import priced_as
 from phalanx.planner.importers import ForeignPlan, config_file, job_keys, read_foreign
 from phalanx.planner.question import Question, dollars_of, row_count, total_count
 
@@ -103,20 +104,36 @@ class Asked:
             self._asks.setdefault("seq_tokens", foreign.row_tokens)
         self._foreign = foreign
 
-    def question(self, *, precision: str, base_bits: int, software: str, **more: Any) -> Question:
-        """What is asked beside the job's keys."""
+    def question(
+        self, *, precision: str, base_bits: int, software: str, target: str, **more: Any
+    ) -> Question:
+        """What is asked beside the job's keys.
+
+        Args:
+            target: of the program that the plan is written for; "" for none. Its memory and speed
+                count, unless others are asked for.
+        """
         foreign = self._foreign
+        own = foreign.software if foreign else priced_as(target) if target else ""
         return Question(
             **self._asks,
             **more,
             precision=precision or _priced_precision(foreign),
             base_bits=base_bits or (foreign.base_bits if foreign else 0) or 16,
-            software=software or (foreign.software if foreign else ""),
+            software=software or own,
             foreign=foreign,
         )
 
     def job(self) -> Job:
-        """The job: its file, dotted flags, short flags."""
+        """The job: its file, dotted flags, short flags.
+
+        Raises:
+            JobError: `job/missing` where neither the user nor the file says which model.
+        """
+        own = parse_flags(self._arguments)
+        if self._foreign and not (self._file or self._keys["model.name"] or "model.name" in own):
+            rule = f"{self._foreign.path} names no model: put it before --from"
+            raise JobError("job/missing", "MODEL", None, rule, legal=["llama-3.1-8b"])
         return resolve(self._file, "", "", self._arguments, self._keys)
 
 

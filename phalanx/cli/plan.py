@@ -97,6 +97,7 @@ def plan(
     if foreign_file:
         asked.read(foreign_file)
     question = asked.question(
+        target=emit_to.partition(":")[0],
         largest=largest,
         precision=precision,
         base_bits=base_bits,
@@ -151,6 +152,9 @@ def _server_of(path: str, *, must_serve: bool) -> ForeignPlan | None:
 def _price(
     job: Job, question: Question, output: str, emit_to: str, explain: bool, json_file: str
 ) -> None:
+    if output and emit_to:
+        rule = "contradict each other: each is priced as its own program runs; ask twice"
+        raise JobError("job/syntax", "--output, --emit", None, rule)
     from phalanx.cli import _plan_text as text
     from phalanx.cli._plan_file import file_table, show_file
     from phalanx.planner.price import price_job
@@ -185,7 +189,12 @@ def _lock(priced: PricedJob, output: str) -> str:
     if priced.best is None:
         rule = "no cluster fits, so there is no plan to write"
         raise JobError("cli/file", "--output", output, rule)
-    lockfile(priced, priced.best).save(output)
+    plan = lockfile(priced, priced.best)
+    try:
+        plan.save(output)
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise JobError("cli/file", "--output", output, f"cannot be written: {reason}") from None
     return f"lockfile of {priced.best.asked.text}: {output}"
 
 
@@ -200,6 +209,10 @@ def _emit_files(priced: PricedJob, emit_to: str) -> list[str]:
         raise JobError("cli/file", "--emit", emit_to, rule)
     plan, files = foreign_files(priced, priced.best, target)
     lines = [put(files, target, folder, priced.best.asked.text)]
-    if plan is not priced.best.best:
-        lines.append(f"  the best plan that {target} has words for: {plan.sized.describe()}")
+    best = priced.best.best
+    if best is not None and plan is not best:
+        peak = f"{plan.sized.peak_bytes / 2**30:.1f} GiB"
+        lines.append(f"  the best plan that {target} runs: {plan.sized.describe()}; {peak}")
+    if software := priced.training.software:
+        lines.append(f"  all of it priced as {software} runs it (--software)")
     return lines

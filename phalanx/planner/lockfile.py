@@ -17,11 +17,14 @@ from phalanx.hardware import Cluster, machine_called
 from phalanx.job import Job
 from phalanx.plan import Plan, Pool, RoleProgram
 from phalanx.planner.answers import Answer, PricedPlan
-from phalanx.planner.emitters import Site, emit, plan_of
+from phalanx.planner.emitters import Site, emit, plan_of, priced_as
 from phalanx.planner.feedback import is_device
 from phalanx.planner.here import device_here, hardware_here
+from phalanx.planner.priced_again import priced_again
 from phalanx.planner.priced_job import PricedJob
+from phalanx.planner.training import Training
 from phalanx.report import Report
+from phalanx.units import format_bytes
 
 _MOST_TRIED = 4000  # plans, of which only other kinds are written
 _WORDED = (
@@ -129,13 +132,19 @@ def _options(role: RoleProgram, family: str) -> list[dict[str, Any]]:
 def foreign_files(
     priced: PricedJob, chosen: Answer, target: str
 ) -> tuple[PricedPlan, Mapping[str, str]]:
-    """The best plan of a cluster that another program has words for, and its files: name -> text.
+    """The best plan of a cluster that another program has words and memory for, and its files:
+    name -> text.
+
+    A program that packs rows itself fills them all: the plan is priced with full rows, as many a
+    step as come nearest to its tokens.
 
     Raises:
         JobError: `registry/unknown` for a target that is not known.
-        PlanError: `emit/impossible` where it has words for none: what it says of the best.
+        PlanError: `emit/impossible` where it has words for none: what it says of the best; where
+            full rows of none fit.
     """
     assert chosen.best is not None
+    packs = chosen.training.profile is not None and bool(priced_as(target))
     refused: PlanError | None = None
     seen: set[tuple[float, ...]] = set()
     for plan in islice(chain([chosen.best], chosen.ranked), _MOST_TRIED):
@@ -143,19 +152,42 @@ def foreign_files(
         if kind in seen:
             continue
         seen.add(kind)
+        full = _with_full_rows(chosen, plan) if packs else plan
         try:
-            return plan, _emitted(priced, chosen, plan, target)
+            _require_room(chosen, full, target)
+            return full, _emitted(priced, chosen, full, target)
         except PlanError as error:
             refused = refused or error
     assert refused is not None
     raise refused
 
 
+def _with_full_rows(chosen: Answer, plan: PricedPlan) -> PricedPlan:
+    """The plan as a program runs it that packs every row to its limit."""
+    sized, training = plan.sized, chosen.training
+    rows = training.batch_tokens / (sized.row["data"] * sized.row_limit)
+    columns = {"row_tokens": sized.row_limit / sized.row["micro_rows"]}
+    columns["num_micro"] = max(1, round(rows))
+    return priced_again(training, chosen.asked.cluster, sized, **columns)
+
+
+def _require_room(chosen: Answer, plan: PricedPlan, target: str) -> None:
+    """Refuse what full rows do to a plan: no memory for them, or too few for its pipeline."""
+    sized = plan.sized
+    if sized.peak_bytes > chosen.limit_bytes:
+        needed, limit = format_bytes(sized.peak_bytes), format_bytes(chosen.limit_bytes)
+        rule = f"rows that {target} packs full need {needed} of {limit}"
+        raise PlanError("emit/impossible", "rows", sized.row_limit, rule)
+    if sized.row["num_micro"] < sized.row["pipeline"]:
+        rule = f"rows that {target} packs full are too few for {sized.row['pipeline']:g} stages"
+        raise PlanError("emit/impossible", "rows", sized.row_limit, rule)
+
+
 def _emitted(priced: PricedJob, chosen: Answer, plan: PricedPlan, target: str) -> Mapping[str, str]:
     training, cluster = priced.training, chosen.asked.cluster
     row: dict[str, Any] = dict(plan.sized.row)
     if training.profile is not None:
-        row["row_tokens"] = plan.sized.row_limit
+        row["row_tokens"] = plan.sized.row_limit / row["micro_rows"]
         row["num_micro"] = max(1, round(row["num_micro"]))
     plans = TrainingPlans(
         **row,
@@ -169,7 +201,18 @@ def _emitted(priced: PricedJob, chosen: Answer, plan: PricedPlan, target: str) -
     length = {"epochs": training.epochs} if training.epochs else {}
     if not length and training.num_steps > 1:
         length = {"steps": training.num_steps}
-    return emit(target, plan_of(priced.job, plans, 0, training.shape, length), site)
+    source = plan_of(
+        priced.job, plans, 0, training.shape, length, step_documents=_step_documents(training)
+    )
+    return emit(target, source, site)
+
+
+def _step_documents(training: Training) -> int:
+    """Of a data file, on average; 0 for rows of one length."""
+    if training.profile is None:
+        return 0
+    samples = training.profile.samples
+    return max(1, round(training.batch_tokens * len(samples) / samples.num_tokens))
 
 
 def _predicted(priced: PricedJob, chosen: Answer, best: PricedPlan) -> Report:

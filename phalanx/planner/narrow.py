@@ -4,13 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
-
-from phalanx.cost.training_step import training_step
 from phalanx.hardware import Machine
-from phalanx.planner.answers import Answer, PricedPlan, priced_plan
-from phalanx.planner.columns import Table
-from phalanx.planner.sized import sized_table
+from phalanx.planner.answers import Answer, PricedPlan
+from phalanx.planner.priced_again import priced_again
 
 PRECISION = "fp8"
 
@@ -29,13 +25,5 @@ def in_fp8(answer: Answer) -> PricedPlan | None:
     is_open = training.precision == "bf16" and training.method != "lora"
     if answer.best is None or not is_open or not has_units(cluster.machine, PRECISION):
         return None
-    sized = answer.best.sized
-    values = {name: value for name, value in sized.row.items() if name != "expert_imbalance"}
-    values["longest_tokens"] = sized.row_limit / sized.row["micro_rows"]
-    values["row_limit"] = sized.row_limit
-    table = Table({name: np.array([value]) for name, value in values.items()})
-    narrow = sized_table(replace(training, precision=PRECISION), cluster, table, {})
-    if narrow.memory.peak_bytes[0] > answer.limit_bytes:
-        return None
-    times = training_step(training.shape, narrow.plans, cluster.machine)
-    return priced_plan(narrow.at(0), times, 0)
+    narrow = priced_again(replace(training, precision=PRECISION), cluster, answer.best.sized)
+    return narrow if narrow.sized.peak_bytes <= answer.limit_bytes else None

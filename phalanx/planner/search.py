@@ -2,7 +2,8 @@
 
 Memory is `cost.training_memory`, seconds are `cost.training_step`; both know how far they may be
 off. Pipelines among the best are played as events (`planner.refined`). Plans within each other's
-bars cannot be told apart: of these, one that `phalanx train` runs is preferred. Schedules without a
+bars cannot be told apart: of these, one that `phalanx train` runs is preferred, and of plans that
+take the same time but for `SAME_TIME_FRAC` the one with the fewest axes. Schedules without a
 published run are told beside, never taken.
 """
 
@@ -25,6 +26,8 @@ from phalanx.planner.training import Training
 # a plan whose memory may not suffice is taken where all others take more than twice its time
 TIGHT_COSTS = 2.0
 NUM_PLAYED = 8  # pipelines
+# assumption: no formula here ranks plans more closely (docs/accuracy.md: regret of first choices)
+SAME_TIME_FRAC = 0.03
 # of which the published tables hold runs; the others are priced by formula alone
 PROVEN_SCHEDULES = ("1f1b", "interleaved")
 
@@ -126,6 +129,7 @@ class _Ranked:
         minimise: str,
     ) -> None:
         self._sized, self._times = sized, times
+        self._named: dict[int, PricedPlan] = {}
         peak, seconds = sized.memory.peak_bytes, times.total_s
         at = np.flatnonzero(allowed)
         is_tight = sized.memory.high_bytes > limit_bytes
@@ -137,13 +141,15 @@ class _Ranked:
         proven = self.order[_is_proven(sized.table)[self.order]]
         self.top = proven if len(proven) else self.order
         self.is_alike = self._alike(is_tight)
+        by_time = minimise != "memory"
         runs = sized.runnable()[self.top]
         first_runs = int(runs.argmax()) if runs.any() else -1
-        takes_it = first_runs >= 0 and self.is_alike[first_runs] and minimise != "memory"
+        takes_it = first_runs >= 0 and self.is_alike[first_runs] and by_time
         self.fastest = self._at(self.top[:1])
-        self.runnable = self._at(self.top[first_runs:][:1]) if first_runs > 0 else None
-        self.runnable = self.fastest if first_runs == 0 else self.runnable
-        self.best = self.runnable if takes_it else self.fastest
+        self.runnable = self._at(self._simplest(runs, is_tight) if by_time else self.top[runs])
+        every = np.ones(len(self.top), dtype=bool)
+        taken = self._simplest(every, is_tight) if by_time else self.top
+        self.best = self.runnable if takes_it else self._at(taken)
         is_other = len(self.order) > 0 and self.order[0] != self.top[0]
         self.unproven = self._at(self.order[:1]) if is_other else None
 
@@ -158,19 +164,36 @@ class _Ranked:
         )
         return within & (is_tight[at] == is_tight[first])
 
+    def _simplest(self, may_be: np.ndarray, is_tight: np.ndarray) -> np.ndarray:
+        """Of the first of some top plans and those that take the same time and room, the one with
+        the fewest axes; () for none."""
+        at = self.top[may_be]
+        if not len(at):
+            return at
+        seconds = self._times.total_s[at]
+        same = (seconds <= (1 + SAME_TIME_FRAC) * seconds[0]) & (is_tight[at] == is_tight[at[0]])
+        at = at[same]
+        return at[np.argsort(_num_axes(self._sized.table)[at], kind="stable")[:1]]
+
     def __iter__(self) -> Iterator[PricedPlan]:
         """The top plans, best first."""
         for at in range(len(self.top)):
-            plan = self._at(self.top[at : at + 1])
-            assert plan is not None
-            yield plan
+            yield priced_plan(self._sized.at(int(self.top[at])), self._times, int(self.top[at]))
 
     def _at(self, indices: np.ndarray) -> PricedPlan | None:
-        """The first of these plans."""
+        """The first of these plans; the same object wherever it is named."""
         if not len(indices):
             return None
         index = int(indices[0])
-        return priced_plan(self._sized.at(index), self._times, index)
+        if index not in self._named:
+            self._named[index] = priced_plan(self._sized.at(index), self._times, index)
+        return self._named[index]
+
+
+def _num_axes(table: Table) -> np.ndarray:
+    """What a plan asks of a reader: axes beside that of the rows, and chunks of a pipeline."""
+    names = ("tensor", "pipeline", "context", "expert", "virtual")
+    return np.sum([table[name] > 1 for name in names], axis=0)
 
 
 def _is_proven(table: Table) -> np.ndarray:

@@ -17,7 +17,7 @@ from phalanx.planner import sized as sized_module
 from phalanx.planner.legality import NO_HOST
 from phalanx.planner.refined import PLAYED, refine
 from phalanx.planner.runnable import Layout
-from phalanx.planner.search import TIGHT_COSTS, answer
+from phalanx.planner.search import SAME_TIME_FRAC, TIGHT_COSTS, answer
 from phalanx.planner.sized import limit_of, sized_plans, smallest_plan
 from phalanx.planner.training import Choice, Training
 from tests.planner.plan_cases import LENGTHS, asked, profile, training
@@ -363,3 +363,18 @@ def test_a_machine_without_a_price_keeps_to_no_budget():
     assert found.verdict == "no price" and not found.fits
     assert answer(training(), asked(2, "h20")).fits
     assert answer(training(), asked(2, "h20")).to_dict()["dollars"] is None
+
+
+@pytest.mark.parametrize("number", [4, 8])
+def test_of_plans_that_take_the_same_time_the_one_with_the_fewest_axes_is_taken(number):
+    config = named_model("llama-3.1-8b").config
+    lengths = tuple(37 * at % 4001 + 200 for at in range(100))
+    job = training(config=config, profile=profile(lengths, 1), batch_tokens=1 << 16)
+    found = answer(job, asked(number))
+    runs = [plan for plan in found.ranked if plan.is_runnable]
+    same = [plan for plan in runs if plan.total_s <= (1 + SAME_TIME_FRAC) * runs[0].total_s]
+    axes = ("tensor", "pipeline", "context", "expert")
+    degrees = [sum(plan.sized.row[axis] > 1 for axis in axes) for plan in same]
+    assert found.best.total_s <= (1 + SAME_TIME_FRAC) * runs[0].total_s
+    assert sum(found.best.sized.row[axis] > 1 for axis in axes) == min(degrees) < max(degrees)
+    assert found.runnable is found.best

@@ -12,9 +12,10 @@ from importlib import import_module
 from phalanx.errors import JobError, nearest_names
 from phalanx.planner.emitters.base import Site
 from phalanx.planner.emitters.source import plan_of
-from phalanx.planner.importers.foreign import ForeignPlan
+from phalanx.planner.importers.foreign import ForeignPlan, software_of
 
 TARGETS = ("megatron", "skypilot", "slurm", "torchtitan", "trl", "verl", "vllm")
+_LAUNCHERS = ("skypilot", "slurm")
 _ALIASES = {"accelerate": "trl", "megatron-lm": "megatron", "sky": "skypilot"}
 
 
@@ -41,6 +42,17 @@ def emit(target: str, plan: ForeignPlan, site: Site | None = None) -> Mapping[st
     return dict(_module(target).write(plan, site or Site()))
 
 
+def priced_as(target: str) -> str:
+    """Key of the efficiency and memory tables of what a target runs on; "" for launchers, which
+    start the first program that has words for the plan.
+
+    Raises:
+        JobError: `registry/unknown` for another target.
+    """
+    name = _module(target).__name__.rpartition(".")[2]
+    return "" if name in _LAUNCHERS else software_of(name)
+
+
 def _module(target: str):
     name = _ALIASES.get(target.lower(), target.lower())
     if name not in TARGETS:
@@ -49,4 +61,4 @@ def _module(target: str):
     return import_module(f"phalanx.planner.emitters.{name}")
 
 
-__all__ = ["TARGETS", "Site", "emit", "plan_of", "targets"]
+__all__ = ["TARGETS", "Site", "emit", "plan_of", "priced_as", "targets"]

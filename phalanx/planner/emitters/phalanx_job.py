@@ -40,10 +40,9 @@ def write(plan: ForeignPlan, site: Site) -> Mapping[str, str]:
         if not getattr(plan, name):
             raise PlanError(IMPOSSIBLE, f"phalanx: {name}", None, "is not stated: name one")
     tables: dict[str, dict[str, Any]] = {"model": {}, "data": {}, "train": {}, "plan": {}}
-    for key, value in job_keys(plan).items():
+    for key, value in _keys(plan).items():
         section, _, name = key.partition(".")
         tables[section][name] = value
-    tables["model"]["dtype"] = "float32" if plan.precision == "fp32" else "bfloat16"
     tables["plan"] = {
         "on": "here",
         **_layout(layout_of(row, casts=False, trains_all=False)),
@@ -51,6 +50,15 @@ def write(plan: ForeignPlan, site: Site) -> Mapping[str, str]:
         "row_tokens": row["row_tokens"] * row["micro_rows"],
     }
     return {FILE: writing.header(f"Start: phalanx train {FILE}") + "\n" + toml_text(tables)}
+
+
+def _keys(plan: ForeignPlan) -> dict[str, Any]:
+    """Of all sections but [plan]: the job's own, where the plan was made for one, so that another
+    layout trains the same; else what the plan says."""
+    keys = {"model.dtype": "float32" if plan.precision == "fp32" else "bfloat16"} | job_keys(plan)
+    if plan.own_keys:
+        keys.pop("data.max_tokens", None)  # of a row, which holds many documents
+    return keys | dict(plan.own_keys)
 
 
 def _layout(layout: Layout) -> dict[str, Any]:

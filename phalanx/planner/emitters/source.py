@@ -22,12 +22,14 @@ def plan_of(
     at: int = 0,
     shape: ModelShape | None = None,
     length: Mapping[str, float] | None = None,
+    step_documents: int = 0,
 ) -> ForeignPlan:
     """One row of a table of plans, with what the job says of model, data and training.
 
     Args:
         shape: of the model; gives the sizes that some targets want.
         length: epochs or steps that were priced where the job says neither.
+        step_documents: about so many of a data file fill a step; 0: rows of one length.
 
     Data, learning rate and length are left open where the job has them by default alone: a default
     of Phalanx is no choice for another program.
@@ -52,6 +54,7 @@ def plan_of(
         "precision": plans.precision,
         "master_dtype": job.train.master_dtype,
         "packed": True,
+        "step_documents": step_documents or None,
     }
     for name in ("tensor", "pipeline", "context", "expert", "expert_tensor", "shard", "zero"):
         values[name] = int(row[name])
@@ -73,7 +76,18 @@ def plan_of(
         }
     values = {name: value for name, value in values.items() if value is not None}
     origin = dict.fromkeys(values, _WHERE)
-    return ForeignPlan(kind="phalanx", path=job.name, origin=origin, **values)
+    own = _own_keys(job)
+    return ForeignPlan(kind="phalanx", path=job.name, own_keys=own, origin=origin, **values)
+
+
+def _own_keys(job: Job) -> dict[str, Any]:
+    """What the job states of model, data and training, and its batch, which a job file needs."""
+    return {
+        key: value
+        for key, value, origin in job.values()
+        if key.startswith(("model.", "data.", "train."))
+        and (origin != "default" or key == "train.global_batch_tokens")
+    }
 
 
 def sizes_of(shape: ModelShape) -> dict[str, Any]:

@@ -139,10 +139,12 @@ def _megatron(writing: Writing) -> dict[str, Any]:
 
 def _data(writing: Writing) -> dict[str, Any]:
     plan, row = writing.plan, writing.row
+    documents = plan.step_documents or 0  # verl counts a batch in documents, and packs by tokens
+    each = max(1, round(documents / row["data"]))
     table: dict[str, Any] = {
-        "train_batch_size": writing.step_rows,
+        "train_batch_size": each * row["data"] if documents else writing.step_rows,
         "micro_batch_size_per_gpu": row["micro_rows"],
-        "use_dynamic_bsz": False,
+        "use_dynamic_bsz": documents > 0,
         "max_length": row["row_tokens"],
         "max_token_len_per_gpu": row["row_tokens"] * row["micro_rows"] // row["context"],
     }
@@ -150,6 +152,8 @@ def _data(writing: Writing) -> dict[str, Any]:
         table["train_files"] = data
         if not data.endswith(".parquet"):
             writing.lacks("that data has to be Parquet files with a column of messages")
-    if plan.packed:
+    if documents:
+        writing.lacks(f"tokens of a step: {documents} documents hold them on average")
+    elif plan.packed:
         writing.lacks("rows of several documents: verl removes padding instead")
     return table

@@ -6,7 +6,7 @@ counterpart is told apart from one that does not exist.
 """
 
 from phalanx.planner.importers.convert import changes, foreign_plans, job_keys, told
-from phalanx.planner.importers.foreign import ALL_LEFT, ForeignPlan, Note
+from phalanx.planner.importers.foreign import ALL_LEFT, ForeignPlan, Note, software_of
 from phalanx.planner.importers.recognise import KINDS, importer, read_foreign, read_text
 from phalanx.planner.importers.sizes import config_file
 
@@ -22,5 +22,6 @@ __all__ = [
     "job_keys",
     "read_foreign",
     "read_text",
+    "software_of",
     "told",
 ]

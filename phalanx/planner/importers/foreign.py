@@ -54,7 +54,7 @@ class ForeignPlan:
         keeps_gathered: weights stay gathered from the forward to the backward pass.
         virtual: model chunks of a pipeline rank; schedule: of `cost.training_plans.SCHEDULES`.
         context_kind: of `cost.training_plans.CONTEXT_KINDS`.
-        packed: rows are filled with several documents.
+        packed: rows are filled with several documents; step_documents: about so many a step.
         steps, epochs, lr: of the training.
         precision: of matrix products; master_dtype: of trained weights; moment_bytes: of one
             element of both moments together.
@@ -63,6 +63,7 @@ class ForeignPlan:
         max_tokens, max_running, max_step_tokens: limits of a server; memory_frac: of device memory
             that it takes; kv_bits: of a cached element; caches_prefixes, chunks_prefill: whether.
         weight_bits: of served weights.
+        own_keys: of a job of Phalanx that the plan was made for, all that changes its result.
         origin: field -> where its value comes from ("line 12: tp_size", "default of vllm 0.33.0").
         notes: keys that are not among these.
     """
@@ -99,6 +100,7 @@ class ForeignPlan:
     num_micro: int | None = None
     step_rows: int | None = None
     packed: bool | None = None
+    step_documents: int | None = None
     steps: int | None = None
     epochs: float | None = None
     lr: float | None = None
@@ -116,6 +118,7 @@ class ForeignPlan:
     weight_bits: int | None = None
     caches_prefixes: bool | None = None
     chunks_prefill: bool | None = None
+    own_keys: Mapping[str, Any] = field(default_factory=dict)
     origin: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[Note, ...] = ()
 
@@ -130,9 +133,14 @@ class ForeignPlan:
     @property
     def software(self) -> str:
         """Key of the efficiency and memory tables: what the program runs on."""
-        own = {"megatron": "megatron", "vllm": "vllm", "torchtitan": "torch", "phalanx": "torch"}
-        return own.get(self.kind, "transformers")
+        return software_of(self.kind)
 
 
-_ABOUT = {"kind", "version", "path", "origin", "notes", "role"}
+def software_of(program: str) -> str:
+    """Key of the efficiency and memory tables of what a program runs on."""
+    own = {"megatron": "megatron", "vllm": "vllm", "torchtitan": "torch", "phalanx": "torch"}
+    return own.get(program, "transformers")
+
+
+_ABOUT = {"kind", "version", "path", "own_keys", "origin", "notes", "role"}
 FIELDS = tuple(each.name for each in fields(ForeignPlan) if each.name not in _ABOUT)

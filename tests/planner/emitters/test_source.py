@@ -1,12 +1,16 @@
 """A job and a row of priced plans are what emitters write, and nothing that nobody chose."""
 
+import tomllib
+from dataclasses import replace
+
 import pytest
+import yaml
 
 from phalanx.cost.model_shape import AttentionShape, FeedForwardShape, LayerShape, ModelShape
 from phalanx.cost.training_plans import TrainingPlans
 from phalanx.errors import PlanError
 from phalanx.job import load_job
-from phalanx.planner.emitters import emit, plan_of
+from phalanx.planner.emitters import emit, plan_of, priced_as
 from phalanx.planner.emitters.source import sizes_of
 from phalanx.planner.importers import foreign_plans, read_text
 from tests.planner.emitters.plans import LLAMA_8B
@@ -93,3 +97,32 @@ def test_the_length_that_was_priced_is_written_where_the_job_says_none():
     assert "num_train_epochs: 1.0" in emit("trl", priced)["sft.yaml"]
     stated = load_job(flags=FLAGS)
     assert plan_of(stated, plans(), 0, length={"epochs": 1.0}).epochs is None
+
+
+def test_a_launcher_trains_the_job_that_was_planned_and_only_lays_it_out():
+    flags = {"train.method": "lora", "train.seed": 7, "train.weight_decay": 0.2}
+    job = load_job(flags=FLAGS | flags | {"train.global_batch_tokens": 10_000})
+    rows = TrainingPlans(data=4, shard=1, zero=0, row_tokens=3000, num_micro=1)
+    text = emit("slurm", plan_of(job, rows, step_documents=30))["job.toml"]
+    again = load_job(flags={
+        f"{section}.{key}": value
+        for section, table in tomllib.loads(text).items()
+        for key, value in table.items()
+    })  # fmt: skip
+    assert replace(again, plan=job.plan, origin={}) == replace(job, origin={})
+    assert again.plan.row_tokens == 3000 and again.result_key == job.result_key
+
+
+def test_verl_counts_a_step_in_documents_and_packs_them_by_tokens():
+    rows = TrainingPlans(data=4, shard=4, zero=3, row_tokens=3000, num_micro=1)
+    data = yaml.safe_load(
+        emit("verl", plan_of(load_job(flags=FLAGS), rows, step_documents=30))["verl_sft.yaml"]
+    )["data"]
+    assert data["train_batch_size"] == 32  # a multiple of the data ranks
+    assert data["use_dynamic_bsz"] is True and data["max_token_len_per_gpu"] == 3000
+
+
+def test_files_are_priced_as_the_program_that_reads_them_runs():
+    assert [priced_as(name) for name in ("trl", "accelerate", "torchtitan", "megatron", "sky")] == [
+        "transformers", "transformers", "torch", "megatron", "",
+    ]  # fmt: skip

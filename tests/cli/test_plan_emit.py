@@ -1,0 +1,62 @@
+"""Plans written for other programs: each is priced as that program runs it."""
+
+import json
+
+import pytest
+
+from phalanx.cli.app import run
+
+MODEL = ("llama-3.1-8b", "--lora", "16", "--global-tokens", "64k", "--on", "8xh100")
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    lines = [
+        json.dumps({"prompt": f"what is {at}? ", "completion": "it is so. " * (1 + at * 37 % 3000)})
+        for at in range(200)
+    ]
+    (tmp_path / "chat.jsonl").write_text("\n".join(lines) + "\n")
+    return tmp_path
+
+
+def plan(*words):
+    return run(["plan", *words])
+
+
+def test_a_plan_that_was_written_fits_when_it_is_read_again(folder, capsys):
+    words = (*MODEL, "--data", "chat.jsonl")
+    assert plan(*words, "--emit", "trl:out", "--json", "plan.json") == 0
+    assert json.loads((folder / "plan.json").read_text())["fits"]
+    capsys.readouterr()
+    files = "out/accelerate.yaml,out/sft.yaml"
+    assert plan("--from", files, "--data", "chat.jsonl", "--on", "8xh100") == 0
+    assert "the file's plan fits" in " ".join(capsys.readouterr().out.split())
+
+
+def test_the_program_whose_memory_counts_is_named(capsys):
+    words = (*MODEL, "--data", "chat.jsonl", "--emit", "trl:out")
+    assert plan(*words) == 0
+    assert "priced as transformers runs it" in capsys.readouterr().out
+    assert plan(*words, "--software", "torch") == 0
+    assert "priced as torch runs it" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("-o", "none/plan.json"), "--output = none/plan.json: cannot be written"),
+        (("-o", "plan.json", "--emit", "trl"), "ask twice"),
+    ],
+)
+def test_files_that_cannot_be_written_are_one_line(capsys, words, says):
+    assert plan(*MODEL, "--data", "chat.jsonl", *words) == 2
+    error = capsys.readouterr().err
+    assert says in error and "Traceback" not in error
+
+
+def test_a_file_without_a_model_asks_for_one(folder, capsys):
+    (folder / "accelerate.yaml").write_text("distributed_type: FSDP\nnum_processes: 8\n")
+    assert plan("--from", "accelerate.yaml", "--on", "8xh100") == 2
+    assert "accelerate.yaml names no model" in capsys.readouterr().err
