@@ -202,4 +202,4 @@ def room_asked_for(rank: int, world_size: int, specs: list) -> tuple[int, int]:
 def test_every_gradient_that_is_copied_to_be_reduced_asks_for_room(spec):
     """Sharded ones for the part that a rank receives too; shards of odd sizes are padded."""
     for asked, whole in run_ranks(room_asked_for, 2, [spec], backend=None):
-        assert whole <= asked <= 1.6 * whole
+        assert whole <= asked <= 1.75 * whole
