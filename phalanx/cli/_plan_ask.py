@@ -21,10 +21,18 @@ class Asked:
     Args:
         target: job file, or a model.
         arguments: dotted flags.
+        emit_to: program that the plan is written for, and a folder behind a colon. Its memory and
+            speed count, unless others are asked for.
     """
 
     def __init__(
-        self, target: str, model: str, data: str, on: str, arguments: Sequence[str]
+        self,
+        target: str,
+        model: str,
+        data: str,
+        on: str,
+        arguments: Sequence[str],
+        emit_to: str = "",
     ) -> None:
         self._file = target if target.endswith(".toml") else ""
         if target and model and not self._file:
@@ -37,6 +45,7 @@ class Asked:
         }
         self._asks: dict[str, Any] = {"on": on, "whole_epoch": not self._file}
         self._foreign: ForeignPlan | None = None
+        self._written_for = emit_to.partition(":")[0]
 
     def method(self, lora: int | None, full: bool, seq: str) -> None:
         """What is trained; rows of one length without a word of it are pretraining.
@@ -104,17 +113,15 @@ class Asked:
             self._asks.setdefault("seq_tokens", foreign.row_tokens)
         self._foreign = foreign
 
-    def question(
-        self, *, precision: str, base_bits: int, software: str, target: str, **more: Any
-    ) -> Question:
+    def question(self, *, precision: str, base_bits: int, software: str, **more: Any) -> Question:
         """What is asked beside the job's keys.
 
-        Args:
-            target: of the program that the plan is written for; "" for none. Its memory and speed
-                count, unless others are asked for.
+        Raises:
+            JobError: `registry/unknown` for a target that is not known; from `Question`.
         """
         foreign = self._foreign
-        own = foreign.software if foreign else priced_as(target) if target else ""
+        target = priced_as(self._written_for) if self._written_for else ""
+        own = foreign.software if foreign else target
         return Question(
             **self._asks,
             **more,

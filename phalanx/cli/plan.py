@@ -90,14 +90,13 @@ def plan(
     from phalanx.cli._plan_ask import Asked
     from phalanx.planner.price import is_simulated
 
-    asked = Asked(target, model, data, on, context.args)
+    asked = Asked(target, model, data, on, context.args, emit_to)
     asked.method(lora, full, "" if foreign_file else seq)
     asked.limits(deadline, budget)
     asked.rows(seq, global_tokens, tokens)
     if foreign_file:
         asked.read(foreign_file)
     question = asked.question(
-        target=emit_to.partition(":")[0],
         largest=largest,
         precision=precision,
         base_bits=base_bits,
