@@ -108,8 +108,8 @@ def test_a_pipeline_without_stages_is_refused():
 
 def test_a_job_names_its_stages_or_gets_the_lightest():
     config = tiny_base(num_layers=5)
-    assert job_stages(config, 2) == split_layers(config, 2)
-    assert sizes(job_stages(config, 3, (0, 4, 1))) == [0, 4, 1]
+    assert job_stages(config, 2, 2) == split_layers(config, 2)
+    assert sizes(job_stages(config, 3, 3, (0, 4, 1))) == [0, 4, 1]
 
 
 @pytest.mark.parametrize(
@@ -125,6 +125,19 @@ def test_a_job_names_its_stages_or_gets_the_lightest():
 def test_named_stages_that_cannot_be_are_refused_with_some_that_can(given, lora, says):
     config = tiny_base(num_layers=5)
     with pytest.raises(PlanError, match=says) as caught:
-        job_stages(config, 3, given, lora=lora)
+        job_stages(config, 3, 3, given, lora=lora)
     assert caught.value.where == "plan.stages"
     assert caught.value.legal == (sizes(split_layers(config, 3, lora=lora)),)
+
+
+def test_too_many_stages_of_a_rank_are_refused_with_as_many_as_it_can_have():
+    config = tiny_base(num_layers=5)
+    with pytest.raises(PlanError) as caught:
+        job_stages(config, 12, 3)
+    assert caught.value.sentence() == (
+        "plan.pipeline = 12 stages, 4 on each of 3 ranks: 5 layers fill at most 7 stages, so that "
+        "one stays empty; nearest legal values: 2 on each"
+    )
+    with pytest.raises(PlanError, match=r"plan\.mesh\.pp = 8: 5 layers") as caught:
+        job_stages(config, 8, 8)
+    assert caught.value.legal == (7, 6)

@@ -112,8 +112,8 @@ def split_layers(
         config, document_tokens=document_tokens, counted_frac=counted_frac, lora=lora
     )
     cuts = legal_cuts(config)
-    may_be_bare = lora is None and config.per_layer_embedding is None
-    most = len(cuts) - 1 + 2 * may_be_bare
+    may_be_bare = _may_be_bare(config, lora)
+    most = most_stages(config, lora)
     if not 1 <= num_stages <= most:
         legal = nearest_numbers(num_stages, range(1, most + 1))
         rule = _why_not(config, num_stages, most)
@@ -147,29 +147,47 @@ def _why_not(config: DecoderConfig, num_stages: int, most: int) -> str:
     return rule + "; layers that share keys and values stay together" * shares
 
 
+def most_stages(config: DecoderConfig, lora: LoraSpec | None = None) -> int:
+    """As many as can be filled."""
+    return len(legal_cuts(config)) - 1 + 2 * _may_be_bare(config, lora)
+
+
+def _may_be_bare(config: DecoderConfig, lora: LoraSpec | None) -> bool:
+    """Whether the end stages may hold no layer."""
+    return lora is None and config.per_layer_embedding is None
+
+
 def job_stages(
     config: DecoderConfig,
     num_stages: int,
+    num_ranks: int,
     given: Sequence[int] = (),
     *,
     lora: LoraSpec | None = None,
-    where: str = _WHERE,
 ) -> tuple[StageRange, ...]:
     """The stages of a job: as it names them, or split by weight where every token counts.
 
     Args:
+        num_stages, num_ranks: of its schedule and its pipeline axis.
         given: layers of each stage, in model order; (): not named.
-        lora, where: as `split_layers`.
+        lora: as `split_layers`.
 
     Raises:
-        PlanError: `plan/illegal` as `split_layers`; for given stages of another number or of other
-            layers, without anything to train, or that part layers which belong together.
+        PlanError: `plan/illegal` for more stages than can be filled; for given stages of another
+            number or of other layers, without anything to train, or that part layers which belong
+            together.
     """
-    split = split_layers(config, num_stages, lora=lora, where=where)
+    most = most_stages(config, lora)
+    if num_stages > max(most, num_ranks):
+        each, rule = num_stages // num_ranks, _why_not(config, num_stages, most)
+        value = f"{num_stages} stages, {each} on each of {num_ranks} ranks"
+        fewer = [f"{most // num_ranks} on each"] if most >= num_ranks else []
+        raise PlanError("plan/illegal", _WHERE, value, rule, legal=fewer)
+    split = split_layers(config, num_stages, lora=lora, where="plan.mesh.pp")
     if not given:
         return split
-    legal = [[stage.stop - stage.start for stage in split]]
     if rule := _why_not_given(config, num_stages, given, lora):
+        legal = [[stage.stop - stage.start for stage in split]]
         raise PlanError("plan/illegal", "plan.stages", list(given), rule, legal=legal)
     return stage_ranges(list(pairwise([0, *accumulate(given)])))
 

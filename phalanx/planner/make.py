@@ -7,19 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import chain
+from itertools import accumulate, chain, pairwise
 from typing import Any
 
 from phalanx.action import Collective, Program, Send
 from phalanx.check import check_program
 from phalanx.cost.base import CostModel
+from phalanx.cost.pipeline_parts import Pipeline
 from phalanx.cost.roofline import RooflineCost
 from phalanx.cost.table import TableCost
-from phalanx.errors import JobError, shown
+from phalanx.errors import JobError, PlanError, shown
 from phalanx.hardware import Cluster, parse_cluster
 from phalanx.job import Job
+from phalanx.layout.stage_split import job_stages
 from phalanx.lower import lower
 from phalanx.mesh import Mesh
+from phalanx.models.adapter_folder import lora_of
 from phalanx.models.config import DecoderConfig
 from phalanx.plan import Plan, Pool, RoleProgram
 from phalanx.planner.work import work_of
@@ -88,7 +91,8 @@ def make_plan(job: Job, config: DecoderConfig | None = None, on: str = "") -> Pl
         for table in spec_tables
     ]
     work = work_of(job, mesh, config)
-    program = lower(work, mesh, order, specs, grain=job.plan.grain)
+    stages = _stages(job, config, order, mesh, [unit.name for unit in work.units])
+    program = lower(work, mesh, order, specs, grain=job.plan.grain, stages=stages)
     check_program(program)
     cost = cost_of(job, cluster, program)
     role = RoleProgram(
@@ -108,6 +112,30 @@ def make_plan(job: Job, config: DecoderConfig | None = None, on: str = "") -> Pl
         programs={"train": role},
     )
     return Planned(plan, program, work, cluster, cost)
+
+
+def _stages(
+    job: Job, config: DecoderConfig | None, order: Order, mesh: Mesh, names: Sequence[str]
+) -> Sequence[Sequence[str]] | None:
+    """The units of each stage, cut as training cuts them; None: equal layers of a toy.
+
+    Args:
+        names: of all units, in model order.
+    """
+    num_ranks, given = mesh.degree("pp"), job.plan.stages
+    num_stages = order.num_stages(num_ranks)
+    if config is None:
+        return _toy_stages(names, num_stages, given) if given else None
+    ranges = job_stages(config, num_stages, num_ranks, given, lora=lora_of(job, config))
+    each = [(stage.start, stage.stop) for stage in ranges]
+    return Pipeline.of(config, order, num_ranks, each).units_by_stage(names)
+
+
+def _toy_stages(names: Sequence[str], num_stages: int, given: Sequence[int]) -> list[Sequence[str]]:
+    if len(given) != num_stages or sum(given) != len(names) or min(given) < 1:
+        rule = f"must hold {len(names)} layers in {num_stages} stages"
+        raise PlanError("plan/illegal", "plan.stages", list(given), rule)
+    return [names[start:stop] for start, stop in pairwise([0, *accumulate(given)])]
 
 
 def mesh_of(job: Job, num_devices: int) -> Mesh:

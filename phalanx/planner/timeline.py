@@ -191,10 +191,7 @@ def _program(
     mesh, specs = role.grid(), role.built_specs()
     # of one stage forward and backward take turns
     order = pipeline.order or build("pipeline", {"name": "1f1b"})
-    stages: list[list[str]] = [[] for _ in range(pipeline.num_stages)]
-    for unit in step.units:
-        is_head = unit.name == "lm_head"
-        stages[-1 if is_head else pipeline.stages_of_module(unit.name)[0]].append(unit.name)
+    stages = pipeline.units_by_stage(unit.name for unit in step.units)
     program = lower(step, mesh, order, specs, stages=stages)
     kept = {
         unit.name

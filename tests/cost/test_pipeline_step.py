@@ -220,7 +220,7 @@ def test_stages_weighed_as_layers_end_sooner_than_equal_ones_beside_a_large_head
 
 
 def test_weight_gradients_put_off_keep_the_gradients_that_they_are_made_of():
-    """ZB-H1 on two ranks, on the last: F0 I0 F1 I1 W0; before W0 it keeps both micro-batches, and of
+    """ZB-H1 on the last of two ranks: F0 I0 F1 I1 W0. Before W0 it keeps both micro-batches, and of
     both what its trained operators put out, once more."""
     one = terms(2, items=1)[1]["activations"]
     found = terms(2, name="zero_bubble")
