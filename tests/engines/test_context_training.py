@@ -103,6 +103,7 @@ def test_ranks_that_share_rows_train_as_one_process(outcomes, name):
     expected = plain(name)
     for found in outcomes[name]:
         assert not found.changed
+        assert found.losses[0] == pytest.approx(expected.losses[0], rel=1e-12)
         for kind in ("losses", "norms"):
             values, wanted = (torch.tensor(getattr(each, kind)) for each in (found, expected))
             torch.testing.assert_close(values, wanted, rtol=1e-9, atol=1e-12, msg=kind)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from phalanx.policies.context import ATTENTION, halo_rules, tokens_rule
-from phalanx.policy import Exchange, Rule, Spec
+from phalanx.policy import DTYPES, Exchange, Rule, Spec
 from phalanx.registry import Source, register
 
 _SOURCE = Source(
@@ -13,7 +13,6 @@ _SOURCE = Source(
     "DOI 10.1145/3695053.3731410",
     "section 4",
 )
-_SUM_DTYPES = ("", "bfloat16", "float16", "float32", "float64")
 
 
 @register("context", "all_gather", grain="operator", source=_SOURCE, status="verified")
@@ -53,7 +52,7 @@ class AllGather(Spec):
     axis: str = "cp"
     layout: str = "head_tail"
     halo: bool = True
-    reduce_dtype: str = field(default="", metadata={"choices": _SUM_DTYPES})
+    reduce_dtype: str = field(default="", metadata={"choices": DTYPES})
 
     def __post_init__(self) -> None:
         tokens_rule(self.layout)  # refuses an unknown one
