@@ -112,7 +112,8 @@ class Divergence:
         differences: all places that are not equal bit for bit, in the order of computation.
         num_places: compared.
         tolerance: relative distance that rounding may explain.
-        weight_tolerance: the same of weights that an optimizer has changed.
+        weight_tolerance: the same of weights that an optimizer has changed, and of gradients that
+            follow from them.
         only: names that one of the runs lacks in a phase altogether.
     """
 
@@ -138,7 +139,7 @@ class Divergence:
         return next((each for each in self.differences if self._is_large(each)), None)
 
     def _is_large(self, each: Difference) -> bool:
-        has_changed = each.phase == "W" and each.step > 1
+        has_changed = each.phase in "WG" and each.step > 1
         return each.distance > (self.weight_tolerance if has_changed else self.tolerance)
 
 
@@ -202,9 +203,10 @@ def compare(one: Recorded, other: Recorded, tolerance: float = 0.0) -> Divergenc
 
     Args:
         tolerance: relative distance that rounding may explain; 0: by the dtype that computed, of
-            two the coarser, and of weights behind an update its root: Adam divides by the size of
-            the gradient, so that small gradients, which rounding changes most, count as much as
-            large ones, and a weight that began as zero (LoRA's B) is nothing but its updates.
+            two the coarser, and of weights and their gradients behind an update its root: Adam
+            divides by the size of the gradient, so that small gradients, which rounding changes
+            most, count as much as large ones; a weight that began as zero (LoRA's B) is nothing
+            but its updates, and the gradient of its partner (A) is made by it.
 
     Raises:
         PlanError: `trace/runs` where they have no step in common.

@@ -206,7 +206,7 @@ def _show_divergence(found: Divergence, names: tuple[str, str] = ("A", "B")) -> 
     num_equal = found.num_places - len(found.differences)
     write(f"\n{num_equal} of {found.num_places} places are equal bit for bit\n")
     write(f"first difference: {_words(found.first, names)}\n")
-    allowed = f"{found.tolerance:g} (weights after a step {found.weight_tolerance:.2g})"
+    allowed = f"{found.tolerance:g} (weights behind an update {found.weight_tolerance:.2g})"
     if large is None:
         write(f"none is above {allowed}, which rounding explains\n")
     else:

@@ -53,7 +53,15 @@ def test_frozen_weights_that_are_recorded_once_are_not_missed_in_later_steps():
 
 
 @pytest.mark.parametrize(
-    ("step", "phase", "is_rounding"), [(2, "W", True), (1, "W", False), (2, "F", False)]
+    ("step", "phase", "is_rounding"),
+    [
+        (2, "W", True),
+        (1, "W", False),
+        (2, "G", True),
+        (1, "G", False),
+        (2, "F", False),
+        (2, "B", False),
+    ],
 )
 def test_weights_behind_an_update_may_be_further_apart_than_what_computes_them(
     step, phase, is_rounding
@@ -87,7 +95,7 @@ def test_the_command_exits_with_1_for_nan_and_for_a_stage_that_left_no_file(tmp_
     assert main(["trace", "diverge", whole, part]) == 1
     assert "only one of the runs has model.layers.1" in capsys.readouterr().out
     assert main(["trace", "diverge", whole, nan]) == 1
-    assert "first above 0.0001 (weights after a step 0.01): step 1, forward of model.norm" in (
+    assert "first above 0.0001 (weights behind an update 0.01): step 1, forward of model.norm" in (
         capsys.readouterr().out
     )
     assert main(["trace", "diverge", whole, whole]) == 0

@@ -203,7 +203,10 @@ def test_the_first_difference_is_where_the_fault_was_made(folders, capsys):
     words = ["trace", "diverge", str(folders["one"]), str(folders["wrong"])]
     assert main(words) == 1
     out = capsys.readouterr().out
-    assert "first above 1e-09 (weights after a step 3.2e-05): step 2, backward of model.norm" in out
+    assert (
+        "first above 1e-09 (weights behind an update 3.2e-05): step 2, backward of model.norm"
+        in out
+    )
     assert main([*words, "--tolerance", "0.1", "--json", "-"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["first"]["name"] == "model.norm" and document["first_large"] is None
