@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -28,6 +29,14 @@ def test_a_layout_is_legal_and_changes_nothing_but_the_plan(name):
     text = (FOLDER / f"{name}.toml").read_text()
     (said,) = re.findall(r"\((\d) processes\)", text)
     assert int(said) == num_ranks == Mesh(dict(job.plan.mesh)).size
+
+
+def test_a_loss_that_is_none_is_never_equal_and_an_unknown_layout_is_told():
+    compare = runpy.run_path(str(FOLDER / "compare.py"))
+    assert compare["furthest"]([7.0, 6.0], [7.0, 6.5]) == 0.5
+    assert compare["furthest"]([7.0, 6.0], [7.0, float("nan")]) == float("inf")
+    assert compare["furthest"]([7.0, float("inf")], [7.0, float("inf")]) == float("inf")
+    assert compare["main"](["dp-pp"]) == 2
 
 
 @pytest.mark.slow
