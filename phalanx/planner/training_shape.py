@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate, pairwise
 from math import lcm, prod
 from typing import Any
 
@@ -14,7 +13,7 @@ from phalanx.cost.training import row_multiple as filled_up_to
 from phalanx.errors import JobError, PlanError
 from phalanx.job import Job
 from phalanx.layout.context_part import require_head_split
-from phalanx.layout.stage_split import StageRange, legal_cuts, split_layers, stage_ranges
+from phalanx.layout.stage_split import StageRange, job_stages
 from phalanx.layout.tensor_split import tensor_legality
 from phalanx.layout.token_layout import row_multiple
 from phalanx.mesh import Mesh
@@ -137,8 +136,9 @@ def _with_data(job: Job) -> Job:
     is_staged = mesh.get(PIPELINE_AXIS, 1) > 1
     if _casts_weights(job) and job.plan.offload == "none" and "shard" not in mesh:
         mesh = _with_shard(mesh)
-        if is_staged:
-            return _laid_out(job, mesh, ["zero", "replicate"] if "replicate" in mesh else "zero")
+        # context ranks share the axis and have something to gather; one rank would copy for nothing
+        cuts = job.plan.data if job.plan.context and not is_staged else "zero"
+        return _laid_out(job, mesh, [cuts, "replicate"] if "replicate" in mesh else cuts)
     elif (job.plan.context or is_staged) and not any(axis in mesh for axis in DATA_AXES):
         mesh = {"shard" if _casts_weights(job) else "replicate": 1} | mesh
         if is_staged and "shard" in mesh:
@@ -190,7 +190,8 @@ def training_shape(job: Job, config: DecoderConfig, num_ranks: int) -> TrainingS
     if (degree := mesh.degree(PIPELINE_AXIS)) > 1:
         _require_whole_weights(mesh, specs)
         order: Order = _built(order_table)
-        stages = _stages(job, config, order.num_stages(degree), degree)
+        lora, wanted = lora_of(job, config), order.num_stages(degree)
+        stages = job_stages(config, wanted, degree, job.plan.stages, lora=lora)
         shape = replace(shape, order_table=order_table, order=order, stages=stages)
     if shape.tensor_degree > 1:
         tensor_legality(config, shape.tensor_degree).require(_axis_of(shape, "tensor"))
@@ -200,28 +201,6 @@ def training_shape(job: Job, config: DecoderConfig, num_ranks: int) -> TrainingS
         tables = [table for table in tables if table["family"] != "data"]
         shape = replace(shape, tables=tables, specs=[s for s in specs if s.family != "data"])
     return shape
-
-
-def _stages(job: Job, config: DecoderConfig, num_stages: int, degree: int) -> Sequence[StageRange]:
-    """As the job names them, or split by weight where every token counts."""
-    where = f"plan.mesh.{PIPELINE_AXIS}" if num_stages == degree else "plan.pipeline"
-    split = split_layers(config, num_stages, lora=lora_of(job, config), where=where)
-    given = list(job.plan.stages)
-    if not given:
-        return split
-    ends = [0, *accumulate(given)]
-    legal = [[stage.stop - stage.start for stage in split]]
-    if len(given) != num_stages or ends[-1] != config.num_layers or min(given) < 0:
-        rule = f"must hold {config.num_layers} layers in {num_stages} stages"
-        raise PlanError("plan/illegal", "plan.stages", given, rule, legal=legal)
-    needed = given[1:-1] if job.train.method != "lora" else given  # ends may hold a table alone
-    if 0 in needed:
-        rule = "has a stage without anything to train"
-        raise PlanError("plan/illegal", "plan.stages", given, rule, legal=legal)
-    if not set(ends) <= set(legal_cuts(config)):
-        rule = "cuts off layers that use keys, values or embeddings of another stage"
-        raise PlanError("plan/illegal", "plan.stages", given, rule, legal=legal)
-    return stage_ranges(list(pairwise(ends)))
 
 
 def pipeline_of(role: RoleProgram, config: DecoderConfig) -> Pipeline:
@@ -351,20 +330,21 @@ def row_plan(job: Job, longest: int, shape: TrainingShape, device: str) -> dict[
 
 
 def require_items(job: Job, work: Workload, shape: TrainingShape) -> None:
-    """Refuse a job none of whose steps has enough micro-batches for the schedule; a step that has
-    fewer than others is filled up.
+    """Refuse a job none of whose steps has enough micro-batches for its schedule, or gives every
+    rank of the pipeline one; a step that has fewer than others is filled up, or leaves ranks idle.
 
     Raises:
         PlanError: `plan/illegal`, naming the tokens of a step that would suffice.
     """
-    least, most = shape.least_items, work.most_items
-    if most < least:
-        assert shape.order is not None
-        name, tokens = shape.order.policy_name, job.train.global_batch_tokens
-        rule = (
-            f"a step has {most} micro-batches of up to {work.row_limit} tokens on each of "
-            f"{shape.num_data_ranks} data ranks, and {name} on {shape.pipeline_degree} ranks needs "
-            f"{least}: larger steps, shorter rows (plan.row_tokens) or fewer stages"
-        )
-        enough = least * work.row_limit * shape.num_data_ranks
-        raise PlanError("plan/illegal", "train.global_batch_tokens", tokens, rule, legal=[enough])
+    order, num_ranks = shape.order, shape.pipeline_degree
+    wanted = 1 if order is None else order.wanted_items(num_ranks)
+    if order is None or work.most_items >= wanted:
+        return
+    rule = (
+        f"a step has {work.most_items} micro-batches of up to {work.row_limit} tokens on each of "
+        f"{shape.num_data_ranks} data ranks, and {order.policy_name} on {num_ranks} ranks needs "
+        f"{wanted}: larger steps, shorter rows (plan.row_tokens) or fewer stages"
+    )
+    rule += "" if shape.least_items > 1 else "; gpipe takes any number"
+    tokens, enough = job.train.global_batch_tokens, wanted * work.row_limit * shape.num_data_ranks
+    raise PlanError("plan/illegal", "train.global_batch_tokens", tokens, rule, legal=[enough])

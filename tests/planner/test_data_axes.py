@@ -70,15 +70,19 @@ def test_policies_that_do_not_fit_are_refused(mesh, plan, told):
 @pytest.mark.parametrize(
     ("mesh", "plan", "found", "names"),
     [
-        ({"tp": 2}, {"tensor": "megatron"}, {"shard": 1, "tp": 2}, ["fsdp"]),
-        ({"replicate": 2}, {}, {"replicate": 2, "shard": 1}, ["fsdp", "replicate"]),
+        ({"tp": 2}, {"tensor": "megatron"}, {"shard": 1, "tp": 2}, ["zero"]),
+        ({"replicate": 2}, {}, {"replicate": 2, "shard": 1}, ["zero", "replicate"]),
         (
             {"replicate": 2, "pp": 2}, {}, {"replicate": 2, "shard": 1, "pp": 2},
             ["zero", "replicate"],
         ),
         (
             {"tp": 2, "replicate": 2}, {"tensor": "megatron"},
-            {"tp": 2, "replicate": 2, "shard": 1}, ["fsdp", "replicate"],
+            {"tp": 2, "replicate": 2, "shard": 1}, ["zero", "replicate"],
+        ),
+        (
+            {"replicate": 2, "cp": 2}, {"context": "ring"}, {"replicate": 2, "shard": 1, "cp": 2},
+            ["fsdp", "replicate"],
         ),
         # an offloaded update casts what it keeps elsewhere
         ({"replicate": 2}, {"offload": "host"}, {"replicate": 2}, ["replicate"]),

@@ -26,7 +26,7 @@ LAYOUTS = {
     "one rank": ({"shard": 1}, {}),
     "sharded": ({"shard": 4}, {}),
     "sharded, kept": ({"shard": 2}, {"data": FSDP}),
-    "replicated": ({"replicate": 3}, {"data": "replicate"}),
+    "replicated": ({"replicate": 3}, {}),
     "hybrid": ({"replicate": 2, "shard": 2}, {"data": ["fsdp", "replicate"]}),
     "tensor": ({"shard": 2, "tp": 2}, {"tensor": "megatron"}),
     "sequence": (
