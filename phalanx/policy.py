@@ -142,6 +142,11 @@ class Order(Policy, ABC):
         """Fewest micro-batches of a step for which this schedule exists."""
         return 1
 
+    def wanted_items(self, num_ranks: int) -> int:
+        """Fewest micro-batches of a step that a plan may ask of it: one for each rank, so that
+        ranks take turns; with fewer the schedule exists, and idles more than it computes."""
+        return max(num_ranks, self.least_items(num_ranks))
+
     @abstractmethod
     def order(self, num_ranks: int, num_items: int) -> list[list[Step]]:
         """The list of each rank.

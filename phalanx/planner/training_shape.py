@@ -341,8 +341,8 @@ def require_items(job: Job, work: Workload, shape: TrainingShape) -> None:
     if order is None or work.most_items >= wanted:
         return
     rule = (
-        f"a step has {work.most_items} micro-batches of up to {work.row_limit} tokens on each of "
-        f"{shape.num_data_ranks} data ranks, and {order.policy_name} on {num_ranks} ranks needs "
+        f"a step has {work.most_items} micro-batch{'es' * (work.most_items > 1)} of up to "
+        f"{work.row_limit} tokens on each of {shape.num_data_ranks} data ranks, and {order.policy_name} on {num_ranks} ranks needs "
         f"{wanted}: larger steps, shorter rows (plan.row_tokens) or fewer stages"
     )
     rule += "" if shape.least_items > 1 else "; gpipe takes any number"

@@ -161,13 +161,18 @@ RING = {"plan.mesh": "{cp=2}", "plan.context": "ring"}
     ("flags", "told", "nearest"),
     [
         # three layers, of which embedding and head may stand alone
-        (FULL | {"plan.pipeline": "{name='hanayo', waves=2}"}, "plan.pipeline = 8", "5, 4"),
+        (FULL | {"plan.pipeline": "{name='hanayo', waves=2}"}, "plan.pipeline = 8", "2 on each"),
         (FULL | {"plan.stages": "[2, 2]"}, "plan.stages = [2, 2]", "[2, 1]"),
         (FULL | {"plan.stages": "[1, 1, 1]"}, "plan.stages", "[2, 1]"),
         # a step of 300 tokens is two rows of 256
         (
             FULL | {"plan.pipeline": "dualpipe_v", "plan.row_tokens": 256},
             "train.global_batch_tokens = 300: a step has 2 micro-batches",
+            "1024",
+        ),
+        (
+            FULL | {"plan.row_tokens": 512},
+            "train.global_batch_tokens = 300: a step has 1 micro-batch of up to 512 tokens",
             "1024",
         ),
         (

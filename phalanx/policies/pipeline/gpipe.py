@@ -37,6 +37,10 @@ class GPipe(Order):
     a decision of the model's, not of the schedule's. Memory grows with m: prefer 1f1b for large m.
     """
 
+    def wanted_items(self, num_ranks: int) -> int:
+        """Any number: nothing takes turns."""
+        return 1
+
     def order(self, num_ranks: int, num_items: int) -> list[list[Step]]:
         """The list of each rank; stage and rank are one."""
         require_sizes(num_ranks, num_items)

@@ -62,6 +62,10 @@ class Interleaved(Order):
         """v on each rank."""
         return self.virtual * num_ranks
 
+    def wanted_items(self, num_ranks: int) -> int:
+        """One for each rank; any number where all forward passes come first anyway."""
+        return num_ranks if self._takes_turns(num_ranks) else 1
+
     def order(self, num_ranks: int, num_items: int) -> list[list[Step]]:
         """The list of each rank.
 
@@ -79,10 +83,13 @@ class Interleaved(Order):
     def num_warmup(self, rank: int, num_ranks: int, num_items: int) -> int:
         """Forward passes of a chunk before the first backward pass."""
         passes = num_items * self.virtual
-        if (self.per_round or num_ranks) < num_ranks:
+        if not self._takes_turns(num_ranks):
             return passes
         longest = max(map(len, self.rounds(num_ranks, num_items)))
         return min(passes, (self.virtual - 1) * longest + 2 * (num_ranks - rank - 1))
+
+    def _takes_turns(self, num_ranks: int) -> bool:
+        return (self.per_round or num_ranks) >= num_ranks
 
     def rounds(self, num_ranks: int, num_items: int) -> list[range]:
         """The items of each round."""

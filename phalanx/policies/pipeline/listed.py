@@ -63,6 +63,10 @@ class Listed(Order):
         """As many as the rows have."""
         return max(step.item for steps in self._lists() for step in steps) + 1
 
+    def wanted_items(self, num_ranks: int) -> int:
+        """What is written down is what is wanted."""
+        return self.least_items(num_ranks)
+
     def order(self, num_ranks: int, num_items: int) -> list[list[Step]]:
         """The list of each rank.
 

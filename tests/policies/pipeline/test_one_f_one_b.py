@@ -54,3 +54,15 @@ def test_refuses_sizes_without_a_schedule(size):
     with pytest.raises(PlanError, match="at least 1") as caught:
         OneFOneB().order(*size)
     assert caught.value.code == "order/illegal"
+
+
+def test_a_plan_asks_for_a_micro_batch_for_each_rank_where_ranks_take_turns():
+    wanted = {
+        "gpipe": 1, "1f1b": 4, "interleaved": 4, "zero_bubble": 4, "zbv": 4, "hanayo": 4,
+        "dualpipe_v": 8,
+    }  # fmt: skip
+    assert {name: build("pipeline", name).wanted_items(4) for name in wanted} == wanted
+    short = build("pipeline", {"name": "interleaved", "per_round": 3})
+    assert short.wanted_items(4) == 1, "all forward passes come first"
+    rows = ("0F0,0F1,0B0,0B1", "1F0,1B0,1F1,1B1")
+    assert build("pipeline", {"name": "listed", "rows": rows}).wanted_items(2) == 2
