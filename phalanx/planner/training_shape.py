@@ -340,10 +340,11 @@ def require_items(job: Job, work: Workload, shape: TrainingShape) -> None:
     wanted = 1 if order is None else order.wanted_items(num_ranks)
     if order is None or work.most_items >= wanted:
         return
+    count = f"{work.most_items} micro-batch{'es' * (work.most_items > 1)}"
     rule = (
-        f"a step has {work.most_items} micro-batch{'es' * (work.most_items > 1)} of up to "
-        f"{work.row_limit} tokens on each of {shape.num_data_ranks} data ranks, and {order.policy_name} on {num_ranks} ranks needs "
-        f"{wanted}: larger steps, shorter rows (plan.row_tokens) or fewer stages"
+        f"a step has {count} of up to {work.row_limit} tokens on each of {shape.num_data_ranks} "
+        f"data ranks, and {order.policy_name} on {num_ranks} ranks needs {wanted}: larger steps, "
+        "shorter rows (plan.row_tokens) or fewer stages"
     )
     rule += "" if shape.least_items > 1 else "; gpipe takes any number"
     tokens, enough = job.train.global_batch_tokens, wanted * work.row_limit * shape.num_data_ranks
