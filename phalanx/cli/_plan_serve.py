@@ -11,6 +11,7 @@ import typer
 
 from phalanx.cli._plan_emit import written_files
 from phalanx.cli._plan_file import file_table, show_file
+from phalanx.cli._plan_serve_ask import require_positions, serve_question
 from phalanx.cli.job import resolve
 from phalanx.cli.output import emit, paragraph, table, versioned, write
 from phalanx.cost.bars import Bar
@@ -19,8 +20,6 @@ from phalanx.planner.clusters import asked_clusters
 from phalanx.planner.emitters import Site
 from phalanx.planner.importers import ForeignPlan
 from phalanx.planner.models import priced_model
-from phalanx.planner.question import row_count
-from phalanx.planner.request_trace import read_requests
 from phalanx.planner.serve_given import (
     GivenServer,
     given_server,
@@ -34,7 +33,7 @@ from phalanx.planner.serve_plan import (
     ServeQuestion,
     serve_answer,
 )
-from phalanx.units import format_bytes, format_count, parse_quantity
+from phalanx.units import format_bytes, format_count
 
 _HEADER = ("cluster", "verdict", "req/s", "of knee", "TTFT P99", "TPOT P99", "$/h", "$/M output")
 _MANY_REASONS = 3
@@ -64,8 +63,10 @@ def plan_serving(
         raise JobError("cli/file", "--output", words["output"], rule)
     job = resolve("", model or (given.model or "" if given else ""), "", arguments)
     own = {"precision": words["precision"] or weight_precision(given)} if given else {}
-    question = _question({**words, **own})
-    shape = priced_model(job).sizes
+    question = serve_question({**words, **own})
+    served = priced_model(job)
+    require_positions(served, question)
+    shape = served.sizes
     asked = asked_clusters(on or job.plan.on)
     answers = [serve_answer(shape, each, question) for each in asked]
     servers = [
@@ -100,8 +101,8 @@ def plan_serving(
         write("\n")
         for answer in answers:
             _show(answer)
-        for each, server in zip(asked, servers):
-            _show_given(each.text, server)
+        for each, server, answer in zip(asked, servers, answers):
+            _show_given(each.text, server, answer)
         if given is not None:
             show_file(given)
         for line in written:
@@ -133,8 +134,8 @@ def _emitted(
     return lines + ([f"  start it {times} times: one engine is in it"] if times > 1 else [])
 
 
-def _show_given(cluster: str, server: GivenServer) -> None:
-    """The file's engine, and what to change of it."""
+def _show_given(cluster: str, server: GivenServer, best: ServeAnswer) -> None:
+    """The file's engine, and what to change of it for the best one."""
     answer, to = server.answer, "; ".join(server.changes)
     if answer is None:
         paragraph(f"{cluster}: the file's engine cannot be had here: {to}", hang=2)
@@ -146,9 +147,19 @@ def _show_given(cluster: str, server: GivenServer) -> None:
         tails = answer.played.percentiles("ttft_s") if answer.played else (inf, inf)
         paragraph(
             f"{cluster}: the file's engine {verdict}: {_engine_words(answer.best)}; "
-            f"{_per_s(_served(answer, answer.best))} requests/s, TTFT P99 {_time(tails[1])}, TPOT "
+            f"{_per_s(_served(answer, answer.best))} requests/s, at most "
+            f"{answer.best.max_running:,} at once on each, TTFT P99 {_time(tails[1])}, TPOT "
             f"{_bar(answer.best.tpot_s)}",
             hang=2,
+        )
+        if server.started < answer.best.replicas:
+            words = f"{server.started:,} of these {answer.best.replicas:,} engines"
+            paragraph(f"the file starts {words}; the others have a server of their own", *(2, 4))
+    if to and best.best is not None:
+        tails = best.played.percentiles("ttft_s") if best.played else (inf, inf)
+        to += (
+            f" ({_per_s(_served(best, best.best))} requests/s, TTFT P99 {_time(tails[1])}, TPOT "
+            f"{_bar(best.best.tpot_s)})"
         )
     paragraph(f"change: {to}" if to else "it is cut as the best one is", *(2, 4))
     if server.unpriced:
@@ -158,51 +169,6 @@ def _show_given(cluster: str, server: GivenServer) -> None:
 def _given_table(server: GivenServer) -> dict[str, Any]:
     priced = _to_dict(server.answer) if server.answer else None
     return {"answer": priced, "changes": server.changes, "not_priced": server.unpriced}
-
-
-def _question(words: Mapping[str, str]) -> ServeQuestion:
-    requests = read_requests(words["trace"]) if words["trace"] else None
-    if requests is not None and (words["prompt"] or words["answer"] or words["rate"]):
-        rule = "contradict each other: a trace has its own times and lengths"
-        raise JobError("job/syntax", "--trace, --prompt, --answer, --rate", words["trace"], rule)
-    lengths = {"prompt": 1024.0, "answer": 256.0}
-    for name in lengths:
-        if words[name]:
-            lengths[name] = float(row_count(words[name], f"--{name}"))
-    if requests is not None:
-        lengths = {
-            "prompt": float(requests.prompt_tokens.mean()),
-            "answer": float(requests.output_tokens.mean()),
-        }
-    return ServeQuestion(
-        prompt_tokens=lengths["prompt"],
-        output_tokens=lengths["answer"],
-        rate_per_s=_rate(words["rate"]) if words["rate"] else 0.0,
-        requests=requests,
-        ttft_s=_seconds(words["ttft"], "--ttft"),
-        tpot_s=_seconds(words["tpot"], "--tpot"),
-        precision=words["precision"] or "bf16",
-        software=words["software"] or "vllm",
-    )
-
-
-def _rate(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not (isfinite(value) and value > 0):
-        raise JobError("job/bad-value", "--rate", text, "must be requests a second above 0")
-    return value
-
-
-def _seconds(text: str, flag: str) -> float:
-    if not text:
-        return inf
-    value = parse_quantity(text, "s", flag)
-    if not (isfinite(value) and value > 0):
-        raise JobError("job/bad-value", flag, text, "must be a time above 0", legal=["0.5 s"])
-    return value
 
 
 def _asked(question: ServeQuestion) -> str:
@@ -232,10 +198,10 @@ def _line(answer: ServeAnswer) -> tuple[str, ...]:
         answer.asked.text,
         "serves it" if answer.fits else "too slow",
         _per_s(_served(answer, best)),
-        f"{100 * answer.played_per_s / best.knee_per_s:,.0f} %",
+        _share(answer.played_per_s / best.knee_per_s),
         *map(_time, tails),
         f"{answer.usd_per_h:,.2f}" if isfinite(answer.usd_per_h) else "unknown",
-        f"{answer.usd_per_million_output:.3g}" if isfinite(answer.usd_per_h) else "unknown",
+        _per_s(answer.usd_per_million_output) if isfinite(answer.usd_per_h) else "unknown",
     )
 
 
@@ -284,7 +250,7 @@ def _show(answer: ServeAnswer) -> None:
     share = answer.played_per_s / best.knee_per_s
     kept = answer.kept_per_s
     promise = f"; {_per_s(kept)} requests/s keep the promises" if kept is not None else ""
-    paragraph(f"{knee}: at {100 * share:,.0f} % of it{promise}; bound by {best.bound_by}", *(2, 2))
+    paragraph(f"{knee}: at {_share(share)} of it{promise}; bound by {best.bound_by}", *(2, 2))
     if answer.split is not None and answer.split_degrees is not None:
         split, better = answer.split, answer.split.most_per_s / best.most_per_s - 1
         paragraph(
@@ -321,6 +287,10 @@ def _per_s(rate: float) -> str:
     return f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
 
 
+def _share(frac: float) -> str:
+    return f"{100 * frac:.0f} %" if frac <= 10 else "> 1,000 %"
+
+
 def _bar(bar: Bar) -> str:
     return f"{_time(bar.value)} ({_time(bar.low)} to {_time(bar.high)})"
 
@@ -328,6 +298,8 @@ def _bar(bar: Bar) -> str:
 def _time(seconds: float) -> str:
     if not isfinite(seconds):
         return ""
+    if seconds >= 100:
+        return f"{seconds:,.0f} s"
     return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
 
 

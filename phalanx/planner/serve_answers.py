@@ -26,6 +26,7 @@ class ServeQuestion:
         ttft_s, tpot_s: promised: of 99 in 100 requests to the first token; between tokens.
         precision: of the weights.
         software: of the engine, "family:generation".
+        max_running: requests in a batch of one attention replica (0: as engines limit them).
     """
 
     prompt_tokens: float
@@ -36,6 +37,16 @@ class ServeQuestion:
     tpot_s: float = np.inf
     precision: str = "bf16"
     software: str = "vllm"
+    max_running: int = 0
+
+    @property
+    def longest_tokens(self) -> float:
+        """Of a request with its answer."""
+        longest = self.prompt_tokens + self.output_tokens
+        if self.requests is None:
+            return longest
+        each = self.requests.prompt_tokens + self.requests.output_tokens
+        return max(longest, float(each.max()))
 
     @property
     def promises(self) -> bool:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import prod
 
 from phalanx.cost.model_shape import ModelShape
 from phalanx.errors import PhalanxError
@@ -27,11 +28,13 @@ class GivenServer:
         answer: priced; None where the cluster cannot be cut like that.
         changes: from it to the best engine, in words; or why it cannot be.
         unpriced: what the file limits and the price does not know, in words.
+        started: engines that the file starts; the cluster is filled with them.
     """
 
     answer: ServeAnswer | None
     changes: tuple[str, ...]
     unpriced: tuple[str, ...]
+    started: int = 1
 
 
 def weight_precision(foreign: ForeignPlan) -> str:
@@ -56,15 +59,39 @@ def given_server(
     question: ServeQuestion,
     best: ServeAnswer,
 ) -> GivenServer:
-    """Price the file's engine where an answer was found, and say what the best does otherwise."""
+    """Price the file's engine where an answer was found, and say what the best does otherwise.
+
+    Its batch and its share of memory are those of the file.
+    """
     only = degrees_of(foreign, shape)
     unpriced = _unpriced(foreign)
+    started = 1 if shape.expert_params else foreign.replicate or 1
+    needed, there = (
+        prod(only.values()) // only.get("expert", 1) * started,
+        asked.cluster.num_devices,
+    )
+    if needed > there:
+        rule = f"it takes {needed} devices, and {asked.text} has {there}"
+        return GivenServer(answer=None, changes=(rule,), unpriced=unpriced)
+    own = replace(question, max_running=foreign.max_running or 0)
     try:
-        answer = serve_answer(shape, asked, question, only=only)
+        answer = serve_answer(shape, _with_memory(asked, foreign), own, only=only)
     except PhalanxError as error:
         return GivenServer(answer=None, changes=(error.sentence(),), unpriced=unpriced)
     other = best.best.degrees if best.best is not None else {}
-    return GivenServer(answer=answer, changes=_changes(only, other), unpriced=unpriced)
+    changes = _changes(only, other)
+    return GivenServer(answer=answer, changes=changes, unpriced=unpriced, started=started)
+
+
+def _with_memory(asked: AskedCluster, foreign: ForeignPlan) -> AskedCluster:
+    """The cluster whose devices give an engine the share of memory that the file states."""
+    frac = foreign.memory_frac
+    if frac is None or "default" in foreign.origin.get("memory_frac", ""):
+        return asked
+    machine = asked.cluster.machine
+    figure = replace(machine.usable_memory_frac, value=frac, source=foreign.origin["memory_frac"])
+    machine = replace(machine, usable_memory_frac=figure)
+    return replace(asked, cluster=replace(asked.cluster, machine=machine))
 
 
 def server_of(model: str, answer: ServeAnswer, question: ServeQuestion) -> ForeignPlan:
@@ -105,17 +132,6 @@ def _changes(only: Mapping[str, int], best: Mapping[str, int]) -> tuple[str, ...
 
 
 def _unpriced(foreign: ForeignPlan) -> tuple[str, ...]:
-    """Limits of the file; the price takes what the device has room for."""
-    limits = {
-        "at most {} requests at once": foreign.max_running,
-        "at most {} tokens a step": foreign.max_step_tokens,
-        "{} of device memory": foreign.memory_frac,
-    }
-    is_default = {
-        "{} of device memory": "default" in foreign.origin.get("memory_frac", ""),
-    }
-    return tuple(
-        text.format(f"{value:,}")
-        for text, value in limits.items()
-        if value and not is_default.get(text, False)
-    )
+    """Limits of the file that change the price and are not in it."""
+    tokens = foreign.max_step_tokens
+    return (f"at most {tokens:,} tokens a step",) if tokens else ()

@@ -60,12 +60,8 @@ def serve_answer(
         space = _kept(space, only)
     plans = _plans(shape, asked.cluster, space, question)
     loads = _loads(question, len(space))
-    longest = question.prompt_tokens + question.output_tokens
-    if question.requests is not None:
-        each = question.requests.prompt_tokens + question.requests.output_tokens
-        longest = max(longest, float(each.max()))
     room = kv_room_tokens(plans, loads.prompt_tokens + loads.answer_tokens / 2)
-    fits = np.flatnonzero(room >= longest)
+    fits = np.flatnonzero(room >= question.longest_tokens)
     counts: dict[str, Any] = {
         "asked": asked,
         "output_tokens": question.output_tokens,
@@ -136,7 +132,8 @@ def _best(
 ) -> tuple[Engines, ServingPlans]:
     """The best engines, and their row of the table."""
     rates = serving_efficiency().rates(plans)
-    limit = np.minimum(running_limit(plans, loads), MAX_BATCH * plans.attention_dp)
+    batch = question.max_running or MAX_BATCH
+    limit = np.minimum(running_limit(plans, loads), batch * plans.attention_dp)
     promised = {"ttft_s": question.ttft_s, "tpot_s": question.tpot_s}
     most, can = largest_load(plans, loads, rates, **promised)
     # beyond what the caches hold requests only wait
@@ -144,7 +141,8 @@ def _best(
     is_over = most.running >= limit
     most_per_s = np.where(is_over, full.requests_per_s, most.requests_per_s) * space.replicas
     knee = closed_loop(plans, replace(loads, concurrency=np.full_like(limit, _MANY)), rates)
-    knee_per_s = np.maximum(knee.requests_per_s, full.requests_per_s) * space.replicas
+    beyond = 0.0 if question.max_running else knee.requests_per_s  # a stated limit is kept to
+    knee_per_s = np.maximum(beyond, full.requests_per_s) * space.replicas
     asked = question.asked_per_s
     score = np.where(can, most_per_s, -1.0 / np.maximum(most_per_s, 1e-12))
     latency_s = most.latency_s

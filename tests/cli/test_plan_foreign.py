@@ -43,10 +43,32 @@ def test_a_servers_line_is_priced_as_it_is_cut(text, engine, file, tmp_path, cap
 def test_what_a_server_could_be_instead_is_said(file, capsys):
     words = ("--on", "4xh100", "--prompt", "500", "--answer", "50")
     assert plan("--from", file("serve.sh", DENSE), *words) == 0
-    text = capsys.readouterr().out
-    assert "the file's engine serves it" in text and "at most 64 requests at once" in text
+    text = " ".join(capsys.readouterr().out.split())
+    assert "the file's engine serves it" in text and "at most 64 at once on each" in text
+    assert "the file starts 1 of these 2 engines" in text
+    best = text.split("change: ")[1]
+    assert "requests/s, TTFT P99" in best.split(")")[0]  # what the change is good for
     assert plan("--from", file("serve.sh", DENSE.replace("-tp 2", "-tp 3")), *words) == 0
     assert "the file's engine cannot be had here" in capsys.readouterr().out
+
+
+def test_limits_of_a_server_are_in_its_price(file, tmp_path):
+    def given(flags):
+        out, words = tmp_path / "out.json", ("--on", "2xh100", "--prompt", "500", "--answer", "50")
+        text = f"vllm serve meta-llama/Llama-3.1-8B -tp 2 {flags}\n"
+        assert plan("--from", file("serve.sh", text), *words, "--json", str(out)) == 0
+        return json.loads(out.read_text())["given"][0]
+
+    free = given("")["answer"]
+    few = given("--max-num-seqs 4")["answer"]
+    assert few["max_running"] == 4 and few["knee_per_s"] < free["knee_per_s"] / 3
+    small = given("--gpu-memory-utilization 0.3")["answer"]
+    taken = (0.92 - 0.3) * 79.65 * 2**30 * 2  # both ranks hold half of every token's cache
+    bytes_of_token = 2 * 8 * 128 * 32 * 2
+    lost = free["kv_tokens"] - small["kv_tokens"]
+    assert abs(lost * bytes_of_token / taken - 1) < 0.1
+    two = given("--data-parallel-size 2")
+    assert two["answer"] is None and "takes 4 devices, and 2xh100 has 2" in two["changes"][0]
 
 
 def test_the_best_engines_are_written_and_read_again(tmp_path, capsys):

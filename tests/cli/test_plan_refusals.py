@@ -56,6 +56,22 @@ def test_what_is_asked_of_a_part_that_the_job_lacks_is_refused(capsys, words, sa
     assert says in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("longest", ["40k", "trace.csv"])
+def test_requests_longer_than_the_context_are_refused(tmp_path, capsys, longest):
+    trace = tmp_path / "trace.csv"
+    trace.write_text("arrival_s,prompt_tokens,output_tokens\n0,10,5\n1,50000,10\n")
+    words = ("--prompt", longest) if longest == "40k" else ("--trace", str(trace))
+    assert plan("qwen3-8b", "--serve", "--on", "1xh100", *words) == 2
+    assert "has positions for 40,960 tokens" in capsys.readouterr().err
+
+
+def test_numbers_beyond_reason_stay_readable(capsys):
+    words = ("--serve", "--on", "1xh100", "--rate", "1e9", "--prompt", "30k", "--answer", "4000")
+    assert plan("qwen3-8b", *words) == 1
+    text = capsys.readouterr().out
+    assert "> 1,000 %" in text and "e+0" not in text
+
+
 def test_emit_makes_its_folder_and_says_where_it_cannot(tmp_path, capsys):
     folder = tmp_path / "a" / "b"
     assert plan("qwen3-8b", *ROWS, "--emit", f"megatron:{folder}") == 0
