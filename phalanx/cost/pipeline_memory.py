@@ -5,7 +5,8 @@ of every micro-batch between its forward and its last backward pass on a stage, 
 sends until then. Between an input gradient and its weight gradient torch keeps all of that, and the
 gradient of what each trained operator has put out, from which the weight's is made
 (`torch.distributed.pipelining._backward`); only the first stage, whose input has no gradient, does
-all its work in the second pass. Moments and terms as in `cost.step_memory`.
+all its work in the second pass. Layers that this pass computes again are all there until it ends.
+Moments and terms as in `cost.step_memory`.
 """
 
 from __future__ import annotations
@@ -66,9 +67,16 @@ def terms_of_ranks(
     kept = [each.kept + sent for each in per_stage[:-1]] + [per_stage[-1].kept]
     waiting = waiting_gradients(config, work, pipeline)
     num_items = max(1, ceil(work.num_items))
+    whole = saved_of(config, work, "none", parts)
     terms = []
     for rank in range(pipeline.num_ranks):
-        again = max(per_stage[stage].again for stage in pipeline.stages_of(rank))
+        stages = pipeline.stages_of(rank)
+        again = max(per_stage[stage].again for stage in stages)
+        if recompute == "full" and any(
+            step.kind == "W" for step in pipeline.lists(num_items)[rank]
+        ):
+            later = [stage for stage in stages if stage]
+            again = max([again, *(whole[at].kept - per_stage[at].kept for at in later)])
         found = memory_terms(
             config,
             work,

@@ -164,7 +164,8 @@ def _pieces(
     passes = {(block, "F"): found for block, found in forward.items()}
     for block, found in backward.items():
         passes[block, "B"] = again.get(block, []) + found[::-1]
-        passes[block, "W"] = weights.get(block, [])[::-1]
+        # what is computed again is let go between the two parts, and computed once more
+        passes[block, "W"] = again.get(block, []) + weights.get(block, [])[::-1]
         passes[block, "I"] = again.get(block, []) + inputs[block][::-1]
         if pipeline.stages_of_module(block)[0] == 0:  # torch makes what enters it no gradient
             passes[block, "W"], passes[block, "I"] = passes[block, "B"], []

@@ -9,6 +9,8 @@ passes through a stage. Changed here, and why:
 - What a stage produced is compared with the plan before it is sent: gloo ends the process of a
   receiver whose buffer is too small, and leaves the rest of one that is too large as it was.
 - Losses are found by micro-batch; torch finds them by position in the order of forward passes.
+- A weight gradient computes a checkpointed layer again once; torch's asks autograd for one group of
+  weights after another, each of which would compute it again.
 - A gradient that autograd returns as an expanded view, or not at all, is sent as a plain tensor.
 - What was executed is logged with times.
 """
@@ -35,6 +37,7 @@ from torch.distributed.pipelining.schedules import (
     _PipelineScheduleRuntime,
 )
 from torch.distributed.pipelining.stage import _RecvInfo
+from torch.utils.checkpoint import GraphExecGroup
 
 from phalanx.errors import WorldError
 from phalanx.worlds.pipeline_plan import PipelinePlan, Planned, PlannedShapes
@@ -320,6 +323,10 @@ class _PlannedStage(PipelineStage):
             planned = self._shapes.entering(self.stage_index, bwd_chunk_id)
             zero = torch.zeros(planned.shape, dtype=_dtype(planned), device=self.device)
             self.bwd_cache[bwd_chunk_id] = (zero,)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward=False) -> None:
+        with GraphExecGroup():
+            super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
 
     def _require_whole(self, full_backward: bool, item: int) -> None:
         if not full_backward:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from phalanx.cost.pipeline_memory import terms_of_ranks, units_of_ranks
 from phalanx.cost.pipeline_parts import Pipeline
 from phalanx.cost.step_memory import units_of
+from phalanx.cost.step_saved import saved_of
 from phalanx.cost.step_work import Workload
 from phalanx.cost.training import predict, rate_key
 from phalanx.layout.stage_split import split_layers
@@ -232,3 +233,16 @@ def test_weight_gradients_put_off_keep_the_gradients_that_they_are_made_of():
     )  # fmt: skip
     assert found[1]["activations"] == pytest.approx(2 * (one + 10 * out))
     assert found[0]["activations"] == pytest.approx(terms(2)[0]["activations"])
+
+
+def test_a_weight_pass_has_its_whole_stage_again():
+    """Full recomputation in two parts: beside inputs of layers the stage's own, not one layer's."""
+    staged = Pipeline.of(CONFIG, build("pipeline", "zero_bubble"), 2, [(0, 4), (4, 8)])
+    units = units_of_ranks(CONFIG, work(), (), Mesh(pp=2), 4, staged)
+    found = {
+        mode: terms_of_ranks(CONFIG, work(), units, staged, recompute=mode)[1]["activations"]
+        for mode in ("none", "full")
+    }
+    parts = [lambda op, stage=stage: staged.runs(stage, op) for stage in (0, 1)]
+    kept = {mode: saved_of(CONFIG, work(), mode, parts)[1].kept for mode in found}
+    assert found["none"] - found["full"] == pytest.approx(10 * (kept["none"] - kept["full"]))

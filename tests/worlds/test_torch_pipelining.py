@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from phalanx.errors import PlanError, WorldError
 from phalanx.lower import lower
@@ -244,6 +245,37 @@ def run_deaf_in_two_parts(rank: int, world_size: int) -> str:
 def test_weight_gradients_that_torch_would_leave_out_are_refused():
     _, message = run_ranks(run_deaf_in_two_parts, 2)
     assert message.startswith("backward pass of stage 1, micro-batch 0 = I: no gradient reaches")
+
+
+class Again(nn.Module):
+    """Three products that the backward pass computes again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
+        self.num_calls = 0
+
+    def forward(self, x_SD: Tensor, shift: Tensor) -> Tensor:
+        return checkpoint(self._once, x_SD + shift, use_reentrant=False)
+
+    def _once(self, x_SD: Tensor) -> Tensor:
+        self.num_calls += 1
+        return self.layers(x_SD)
+
+
+def run_again_in_two_parts(rank: int, world_size: int) -> int:
+    module = Again()
+    pipeline = TorchPipeline(plan_of_same_width("FIW"), {rank: module}, sum_loss)
+    inputs = [torch.ones(num_tokens, WIDTH) for num_tokens in TOKENS]
+    keywords = [{"shift": torch.zeros(WIDTH)}] * len(TOKENS)
+    pipeline.step(inputs, [None] * len(TOKENS), num_counted_global=10, keywords=keywords)
+    return module.num_calls
+
+
+@pytest.mark.dist
+def test_a_layer_is_computed_again_once_in_each_part_of_its_backward_pass():
+    """On the first stage, whose input has no gradient, all is done in the second part."""
+    assert run_ranks(run_again_in_two_parts, 2) == [2 * len(TOKENS), 3 * len(TOKENS)]
 
 
 # ---- bad input -----------------------------------------------------------------------------------
