@@ -13,6 +13,7 @@ from phalanx.planner.given import Given
 from phalanx.planner.largest import Largest
 from phalanx.planner.priced_job import PricedJob
 from phalanx.planner.profile import DataProfile
+from phalanx.planner.search import SAME_TIME_FRAC
 from phalanx.planner.sizes import Size
 from phalanx.units import format_count
 
@@ -246,8 +247,11 @@ def _show_given(given: Given) -> None:
     )
     if best is not None and given.changes:
         less = 1 - best.total_s / given.plan.total_s
-        gain = f"{100 * less:.0f} % less time" if given.fits else "to fit"
-        paragraph(f"change for {gain}: {'; '.join(given.changes)}", indent=2, hang=2)
+        gain, changes = f"{100 * less:.0f} % less time", "; ".join(given.changes)
+        text = f"change {f'for {gain}' if given.fits else 'to fit'}: {changes}"
+        if given.fits and less <= SAME_TIME_FRAC:
+            text = f"nothing to change: no plan takes less time ({changes}: {gain})"
+        paragraph(text, indent=2, hang=2)
 
 
 def _size(size: Size) -> str:

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from phalanx.errors import JobError
-from phalanx.hardware import Cluster, MixedCluster, read_cluster, read_machine
+from phalanx.hardware import (
+    Cluster,
+    MixedCluster,
+    machine_called,
+    machine_names,
+    read_cluster,
+    read_machine,
+)
 
 MOST_CLUSTERS = 32
+_COUNTED = re.compile(r"(\d{1,8})x([^+@]+)", re.IGNORECASE | re.ASCII)
 HERE_FILE = "here.toml"  # of the current folder: this machine, as `phalanx lab calibrate` wrote it
 
 
@@ -47,17 +56,42 @@ def asked_clusters(text: str) -> list[AskedCluster]:
         if name.lower() == "here":
             read: Cluster | MixedCluster = _this_machine()
         else:
-            read = read_cluster(name)
+            read = _read(name)
         mixed = read if isinstance(read, MixedCluster) else None
         cluster = read.as_one() if isinstance(read, MixedCluster) else read
         if cluster in found:
             rule = f"is the same as {found[cluster].text}"
             raise JobError("job/bad-value", "--on", name, rule)
-        note = _mixed_note(mixed) if mixed else _note(name, cluster)
+        note = _mixed_note(mixed) if mixed else _note(name, cluster) or _called_note(name, cluster)
         if name.lower() == "here":
             note = f"all of {HERE_FILE}, measured on {cluster.machine.matmul.date}"
         found[cluster] = AskedCluster(name, cluster, note, mixed)
     return list(found.values())
+
+
+def _read(name: str) -> Cluster | MixedCluster:
+    """A cluster by its own name, or of a kind by the name that people give it: "8xA100"."""
+    try:
+        return read_cluster(name)
+    except JobError as error:
+        called = _COUNTED.fullmatch(name)
+        machine = machine_called(called[2]) if called else None
+        is_name = error.code in ("registry/unknown", "job/bad-value")
+        if not is_name or called is None or machine is None:
+            raise
+        return read_cluster(f"{called[1]}x{machine.name}")
+
+
+def _called_note(name: str, cluster: Cluster) -> str:
+    """Of a kind with another name here: what it was taken for, and what it may have been."""
+    called = _COUNTED.fullmatch(name)
+    own = cluster.machine.name
+    if called is None or called[2].endswith(".toml") or called[2].strip().lower() == own:
+        return ""
+    stem = called[2].strip().lower()
+    others = [each for each in machine_names() if each.startswith(stem) and each != own]
+    also = f"; there are {', '.join(others)} as well" if others else ""
+    return f"{name} is read as {cluster}{also}"
 
 
 def _this_machine() -> Cluster:

@@ -6,6 +6,7 @@ the same kind, then the cheapest other machine.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,7 +17,7 @@ from phalanx.hardware import Cluster, machine_names, read_machine
 from phalanx.layout.placement import divisors
 from phalanx.models.spec import LoraSpec
 from phalanx.planner.answers import Answer, SizedPlan, is_tight
-from phalanx.planner.clusters import AskedCluster
+from phalanx.planner.clusters import HERE_FILE, AskedCluster
 from phalanx.planner.search import answer
 from phalanx.planner.sized import limit_of, sized_plans, smallest_plan
 from phalanx.planner.training import Training
@@ -91,10 +92,19 @@ def _changes(refused: Answer, limit_bytes: float) -> Iterator[tuple[str, str, Tr
     for number, smallest in sizes.items():
         more = Cluster(cluster.machine, number)
         if number > cluster.num_devices and not is_tight(smallest, limit_of(more, limit_bytes)):
-            yield f"{number} devices", f"--on {more}", training, more
+            yield f"{number} devices", f"--on {_called(refused.asked, number)}", training, more
             if refused.best is None:  # the first that holds it; for speed it may take more
                 break
     yield from _other_machines(refused, sizes, limit_bytes)
+
+
+def _called(asked: AskedCluster, number: int) -> str:
+    """So many of the devices that were asked for, as a command line names them: by their file,
+    where they come from one."""
+    name = HERE_FILE if asked.text.lower() == "here" else asked.text
+    if name.endswith(".toml"):
+        return f"{number}x{re.sub(r'^[0-9]+x', '', name)}"
+    return f"{number}x{asked.cluster.machine.name}"
 
 
 def _other_batches(

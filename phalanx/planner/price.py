@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from math import ceil
+from math import ceil, prod
 from threading import Timer
 from typing import Any
 
@@ -59,6 +59,7 @@ def price_job(job: Job, question: Question | None = None) -> PricedJob:
     clusters = asked_clusters(asks.on or job.plan.on)
     for each in clusters:
         _require_devices(job, each)
+    _require_mesh(job, clusters)
     model = priced_model(job)
     training, of_one_step = _training(job, model, asks)
     _require_read(training, model.name, asks)
@@ -130,6 +131,16 @@ def _require_devices(job: Job, asked: AskedCluster) -> None:
         raise JobError("job/bad-value", "plan.devices", job.plan.devices, rule, legal=[0, number])
 
 
+def _require_mesh(job: Job, clusters: Sequence[AskedCluster]) -> None:
+    """A mesh that was typed is of one of the clusters; that of a file may be of another place."""
+    is_typed = any(job.origin[key] == "flag" for key in job.origin if key.startswith("plan.mesh"))
+    numbers = [each.cluster.num_devices for each in clusters]
+    if is_typed and not any(fixed_mesh(job.plan.mesh, number) for number in numbers):
+        shape = ", ".join(f"{axis} {size}" for axis, size in job.plan.mesh.items())
+        rule = f"multiplies to {prod(job.plan.mesh.values())} devices; name every axis"
+        raise JobError("mesh/product", "plan.mesh", shape, rule, legal=sorted(set(numbers)))
+
+
 def _require_length(job: Job, asks: Question, *, of_one_step: bool) -> None:
     """A deadline and a budget are of a whole job."""
     if of_one_step and (job.limits.time_s or asks.budget_usd):
@@ -180,7 +191,7 @@ def _training(job: Job, model: PricedModel, asks: Question) -> tuple[Training, b
         software=asks.software,
     )
     if asks.seq_tokens:
-        return _fixed_rows(given, model, asks, says_steps="train.steps" in job.origin)
+        return _fixed_rows(job, given, model, asks)
     profile = _profile(job, model)
     if 0 < job.plan.row_tokens < profile.longest:
         rule = f"a document has {profile.longest} tokens and is never cut between rows"
@@ -192,7 +203,7 @@ def _training(job: Job, model: PricedModel, asks: Question) -> tuple[Training, b
 
 
 def _fixed_rows(
-    given: Training, model: PricedModel, asks: Question, *, says_steps: bool
+    job: Job, given: Training, model: PricedModel, asks: Question
 ) -> tuple[Training, bool]:
     """Rows of one length, that the model has positions for and that fill the batch."""
     seq, batch = asks.seq_tokens, given.batch_tokens
@@ -201,12 +212,19 @@ def _fixed_rows(
         raise JobError("job/bad-value", "--seq", seq, rule, legal=[model.most_tokens])
     if batch % seq:
         rule = f"must be a whole number of rows of {seq:,} tokens"
+        if "train.global_batch_tokens" not in job.origin:
+            rule += "; it is the default: say how many tokens a step has"
         rows = nearest_numbers(batch, {max(1, batch // seq) * seq, (batch // seq + 1) * seq})
         raise JobError("job/bad-value", "--global-tokens", batch, rule, legal=rows)
+    if job.plan.row_tokens % seq:
+        rule = f"must be a whole number of rows of {seq:,} tokens, as --seq says"
+        near = [each * seq for each in (job.plan.row_tokens // seq, job.plan.row_tokens // seq + 1)]
+        legal = [each for each in near if each]
+        raise JobError("job/bad-value", "plan.row_tokens", job.plan.row_tokens, rule, legal=legal)
     steps = given.steps
     if asks.total_tokens:
         steps = ceil(asks.total_tokens / batch)
-    of_one_step = not says_steps and not asks.total_tokens
+    of_one_step = "train.steps" not in job.origin and not asks.total_tokens
     return replace(
         given, seq_tokens=seq, epochs=0.0, steps=1 if of_one_step else steps
     ), of_one_step

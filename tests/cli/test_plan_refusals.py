@@ -47,6 +47,9 @@ def test_a_training_configuration_is_no_server(tmp_path, capsys):
     ("words", "says"),
     [
         (("--base-bits", "4"), "frozen weights"),
+        (("--plan.row_tokens", "6000"), "nearest legal values: 4096, 8192"),
+        (("--plan.mesh.tp", "3"), "multiplies to 3 devices"),
+        (("--plan.mesh.tp", "16"), "multiplies to 16 devices"),
         (("--expert-imbalance", "2"), "has no experts"),
         (("--software", "foo"), "megatron"),
     ],
@@ -66,10 +69,25 @@ def test_requests_longer_than_the_context_are_refused(tmp_path, capsys, longest)
 
 
 def test_numbers_beyond_reason_stay_readable(capsys):
-    words = ("--serve", "--on", "1xh100", "--rate", "1e9", "--prompt", "30k", "--answer", "4000")
+    words = ("--serve", "--on", "1xh100", "--rate", "1e9", "--answer", "16")
     assert plan("qwen3-8b", *words) == 1
     text = capsys.readouterr().out
     assert "> 1,000 %" in text and "e+0" not in text
+
+
+def test_a_default_that_does_not_go_with_a_flag_is_called_a_default(capsys):
+    assert plan("qwen3-8b", "--seq", "8k", "--on", "8xh100") == 2
+    assert "it is the default: say how many tokens a step has" in capsys.readouterr().err
+
+
+def test_a_file_as_fast_as_the_best_plan_is_left_alone(tmp_path, capsys):
+    words = ("--seq", "4k", "--global-tokens", "256k", "--on", "8xh100", "--tokens", "1B")
+    assert plan("qwen3-8b", *words, "--emit", f"megatron:{tmp_path}") == 0
+    capsys.readouterr()
+    assert plan("--from", str(tmp_path / "megatron.sh"), "--on", "8xh100") == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "the file's plan fits" in text
+    assert "change for" not in text or int(text.split("change for ")[1].split(" %")[0]) > 3
 
 
 def test_emit_makes_its_folder_and_says_where_it_cannot(tmp_path, capsys):

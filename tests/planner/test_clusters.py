@@ -18,6 +18,14 @@ def test_clusters_are_read_in_their_order_and_a_slice_says_how_many_chips_it_is(
     assert found[3].note.startswith("v6e-8: a price")  # this name counts chips
 
 
+def test_names_that_people_give_are_read_and_it_is_said_as_what():
+    found = asked_clusters("8xA100,4xRTX 4090,16xMI250")
+    assert [str(each.cluster) for each in found] == ["8xa100-80g", "4xrtx4090", "16xmi250x"]
+    assert found[0].note == ("8xA100 is read as 8xa100-80g; there are a100-40g, a100-pcie as well")
+    with pytest.raises(JobError, match="v100-32g"):
+        asked_clusters("8xV100-16GB")  # another size of memory is another machine
+
+
 def test_here_is_the_machine_that_was_measured_in_this_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(JobError, match="phalanx lab calibrate -o here"):

@@ -4,7 +4,10 @@ from dataclasses import replace
 
 import pytest
 
+from phalanx.hardware import read_machine
+from phalanx.hardware.write import machine_toml
 from phalanx.models.named import named_model
+from phalanx.planner.clusters import asked_clusters
 from phalanx.planner.nearest import nearest_that_fit
 from phalanx.planner.search import answer
 from tests.planner.plan_cases import asked, profile, training
@@ -84,3 +87,14 @@ def test_what_is_too_slow_gets_more_devices_until_it_is_fast_enough():
 def test_nothing_is_named_where_nothing_fits():
     job = training("full", config=replace(GEMMA, hidden_size=2**17, intermediate_size=2**18))
     assert nearest_that_fit(answer(job, asked(1)), limit_bytes=1e6) == []
+
+
+def test_more_devices_of_a_file_are_asked_for_by_the_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rented.toml").write_text(machine_toml(read_machine("h100")))
+    (named,) = asked_clusters("2xrented.toml")
+    flags = [each.flags for each in nearest_that_fit(answer(training("full", config=GEMMA), named))]
+    assert "--on 4xrented.toml" in flags
+    for each in flags:
+        if each.startswith("--on"):
+            assert asked_clusters(each.removeprefix("--on "))
