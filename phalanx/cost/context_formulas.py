@@ -44,7 +44,8 @@ def ring_backward_bytes(
     ranks: Any, tokens: Any, kv_heads: Any, channels: Any, itemsize: Any, grad_itemsize: Any = 4
 ) -> Any:
     """Sent per rank and layer in a backward pass: keys and values go round again, and their
-    gradients in `grad_itemsize` bytes all the way home, N hops."""
+    gradients in `grad_itemsize` bytes all the way home, N hops [R]. The ring of `ops` makes N - 1
+    of them: what a rank adds to its own gradients waits at home."""
     one = 2 * (tokens / ranks) * kv_heads * channels
     return (ranks - 1) * one * itemsize + ranks * one * grad_itemsize
 

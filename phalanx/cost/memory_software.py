@@ -55,6 +55,8 @@ class MemoryProfile:
         token_copies: of all tokens' D channels, gathered over the tensor axis at once.
         late_copies: such copies that are freed late because the host runs ahead of the device;
             an exchange with another pipeline rank holds it back.
+        keeps_gathered_keys: what a context axis gathers of keys and values is kept by every layer
+            for its backward pass; else it is gathered again.
         working_frac: buffers of a layer's backward pass over what that layer keeps.
         fragmentation_frac: memory the allocator holds beyond tensors that come and go.
         context_bytes: of the driver's context, libraries and their communicators.
@@ -98,6 +100,7 @@ class MemoryProfile:
     stages: str = "even"
     token_copies: float = 1.0
     late_copies: float = 0.0
+    keeps_gathered_keys: bool = False
     working_frac: float = 0.5
     fragmentation_frac: float = 0.05
     context_bytes: float = 1.5e9

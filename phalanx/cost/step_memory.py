@@ -4,16 +4,18 @@ Symbols as in `cost.training`; psi_head elements of a trained head. Weights and 
 always there; beside them, the most of these moments of a step whose last backward pass reduces:
 
     first        the gather buffer of the largest unit, beside what is gathered into
-    loss         activations, logits, gradients that wait, 2 K psi_head (the head's gradient and its
-                 product; 8 + K instead of 2 K where chunks of rows are added up in float32)
+    loss         activations (among them adapters in their dtype), logits, gradients that wait,
+                 2 K psi_head (the head's gradient and its product; 8 + K instead of 2 K where
+                 chunks of rows are added up in float32)
     first layer  activations, units gathered in turn, K psi_head, gradients that wait, a layer's
     last layer   the same with what the other layers have reduced, without activations
     sum          gradients of the root; twice K psi_head where its head is the embedding
     reduce       the root given back; its gradient and the copy that is reduced: (K + G) psi
                  (2 G psi where it waited)
 
-Gradients that wait for the last micro-batch: G psi of a sharded unit, K psi of a whole one. Reduced
-ones: G psi / F of a sharded unit, (K + G) psi of one that replicas sum in a copy, K psi otherwise.
+Gradients that wait for the last micro-batch: G psi where ranks exchange them, else K psi (K = 4 of
+adapters that are kept in float32 and not gathered). Reduced ones: G psi / F of a sharded unit,
+G psi of one that replicas sum, K psi otherwise.
 Where only the update of whole weights is cut (ZeRO 1 and 2), a rank ends with G psi / F and has
 8 / F of optimizer state, and M / F of masters beside weights in another dtype.
 
@@ -52,7 +54,7 @@ class Unit:
 
     `is_root`: it holds what no other unit claims; `is_summed`: replicas add its gradients up;
     `update`: the rule that cuts the update of whole weights over ranks, `updated` the elements that
-    this rank updates.
+    this rank updates; `grad_itemsize`: K of its gradients.
     """
 
     rule: Rule | None
@@ -64,6 +66,7 @@ class Unit:
     is_summed: bool = False
     update: Rule | None = None
     updated: float = 0.0
+    grad_itemsize: int = 4
 
     @property
     def is_cut(self) -> bool:
@@ -152,7 +155,8 @@ def units_of(
         rule = _rule_for(tensors[0].name.removesuffix(".weight"), rules)
         unit = Unit(rule, held, gathered, trained, num_trained, not name, is_summed)
         cut = update.rule_for(name) if update is not None else None
-        units.append(replace(unit, update=cut, updated=updated))
+        own = master_bytes if work.lora is not None and shard is None else stored
+        units.append(replace(unit, update=cut, updated=updated, grad_itemsize=own))
     return units
 
 
@@ -204,6 +208,7 @@ def memory_terms(
     activations = work.longest_row / work.context_degree * saved_per_token
     rows = 2.0 * head_rows * config.hidden_size * (itemsize + 4)
     chunk = min(LOGIT_CHUNK_BYTES, head_rows * config.vocab_size * itemsize)
+    activations += _cast_bytes(work, units, itemsize)
     alive = {
         "loss": {"activations": activations, "logits": chunk + rows},
         "first layer": {"activations": activations, "logits": rows},
@@ -214,6 +219,13 @@ def memory_terms(
         for name in gradients
     )
     return max(moments, key=lambda terms: sum(terms.values()))
+
+
+def _cast_bytes(work: Workload, units: Sequence[Unit], itemsize: int) -> float:
+    """Adapters in the dtype of the activations, which every product keeps for its backward pass;
+    gathered ones have it already."""
+    whole = [u for u in units if u.rule is None and work.lora is not None]
+    return float(itemsize < 4) * itemsize * sum(u.trained for u in whole)
 
 
 def _gathered_bytes(units: Sequence[Unit]) -> dict[str, dict[str, float]]:
@@ -254,7 +266,8 @@ def _gradient_bytes(
     def waits(unit: Unit) -> float:
         if not accumulates or unit.reduces_always:
             return 0.0
-        return float(unit.num_trained * (itemsize if unit.rule is None else reduce_bytes))
+        wide = reduce_bytes if unit.is_cut or unit.is_summed else 0
+        return float(unit.num_trained * max(unit.grad_itemsize, wide))
 
     def before(unit: Unit) -> float:
         is_there = accumulates and unit.reduces_always
@@ -263,11 +276,11 @@ def _gradient_bytes(
     def reduced(unit: Unit) -> float:
         if unit.is_cut:
             return reduce_bytes * unit.updated
-        return float(unit.num_trained * (itemsize + reduce_bytes * unit.is_summed))
+        return float(unit.num_trained * (reduce_bytes if unit.is_summed else unit.grad_itemsize))
 
     def reducing(unit: Unit) -> float:
         """A unit's own, whole and in the copy that is reduced."""
-        whole = waits(unit) or float(unit.num_trained * itemsize)
+        whole = waits(unit) or float(unit.num_trained * unit.grad_itemsize)
         is_copied = unit.is_cut or unit.is_summed
         scattered = reduce_bytes * unit.updated if unit.is_cut else 0.0
         return whole + is_copied * reduce_bytes * unit.num_trained + scattered
@@ -278,7 +291,7 @@ def _gradient_bytes(
     done = sum(map(reduced, layers))
     first = max((reducing(u) - before(u) for u in layers), default=0.0)
     last = max((reducing(u) - reduced(u) for u in layers), default=0.0)
-    arriving = sum(itemsize * u.num_trained for u in root) + of_head * config.tied_head
+    arriving = sum(u.grad_itemsize * u.num_trained for u in root) + of_head * config.tied_head
     return {
         "first": sum(before(u) for u in units if u.reduces_always),
         "loss": waiting + at_loss,

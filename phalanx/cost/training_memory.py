@@ -219,7 +219,9 @@ def _terms_at(
     one_layer = whole / np.maximum(stage.layers, 1.0)
     again = np.where(recompute == RECOMPUTE.index("full"), one_layer, 0.0)
     once = profile.stage_input * shape.hidden * tokens
-    activations = held * (each + once) + again
+    keys = _gathered_keys(shape, columns, profile, tokens)
+    kept_keys = np.where(recompute == RECOMPUTE.index("full"), 1.0, held * stage.layers) * keys
+    activations = held * (each + once) + again + kept_keys
     logits = _logits(shape, columns, profile, tokens, per_stream) * stage.has_head
     buffers = profile.working_frac * one_layer + _exchange(shape, columns, profile, tokens)
     moving = activations + logits + buffers + states.gathered
@@ -265,6 +267,28 @@ def _logits(
     if profile.most_logit_bytes:
         logits = np.minimum(logits, profile.most_logit_bytes)
     return tokens * inputs + logits
+
+
+def _gathered_keys(
+    shape: ModelShape, columns: Mapping[str, Column], profile: MemoryProfile, tokens: Column
+) -> Column:
+    """Keys and values of other ranks' tokens that a mean layer keeps, where its software does.
+
+    All other tokens of the row, 2 (N - 1) c g D e / t; of a layer with a window of w those that its
+    queries see, at most 2 (w - 1): a rank holds two stretches of a row.
+    """
+    gathers = columns["context_kind"] == CONTEXT_KINDS.index("all-gather")
+    if not profile.keeps_gathered_keys:
+        return np.zeros(1)
+    others = (columns["context"] - 1.0) * tokens
+    total = np.zeros(1)
+    for layer in shape.layers:
+        attention = layer.attention
+        split = np.minimum(columns["tensor"], max(1, attention.num_kv_heads))
+        most = columns["micro_rows"] * 2.0 * (attention.window - 1 if attention.window else np.inf)
+        seen = np.minimum(others, most)
+        total = total + layer.count * ITEM_BYTES * attention.cached_per_token * seen / split
+    return np.where(gathers, total / shape.num_layers, 0.0)
 
 
 def _exchange(

@@ -79,7 +79,7 @@ class UnitScatter(UnitGradients):
         while len(self._under_way) >= MOST_UNDER_WAY:
             self._under_way[0]._add_received()
         grads = [self.take_grad(each) for each in self.parameters]
-        self._make_room(grads)
+        self._make_room(sum(each.nbytes for each in grads), grads[0].device)
         self._sent_FC = _packed(grads, self._degree)
         del grads  # copied
         self._under_way.append(self)

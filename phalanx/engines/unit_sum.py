@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from functools import reduce
 
 import torch
 import torch.distributed as dist
@@ -104,10 +105,10 @@ class UnitGradients(ABC):
         grads = [each.grad for each in self.parameters or () if each.grad is not None]
         return sum(local_of(each).nbytes for each in (*grads, *self._wide.values()))
 
-    def _make_room(self, grads: Sequence[Tensor]) -> None:
-        """Before these gradients are copied into one buffer; on the CPU."""
-        if grads[0].device.type == "cpu":
-            make_room(sum(each.nbytes for each in grads))
+    def _make_room(self, num_bytes: int, device: torch.device) -> None:
+        """Before gradients are copied into one buffer of so many bytes; on the CPU."""
+        if device.type == "cpu":
+            make_room(num_bytes)
 
     @abstractmethod
     def _start(self) -> None:
@@ -158,9 +159,13 @@ class UnitSum(UnitGradients):
         self._work: dist.Work | None = None
 
     def _start(self) -> None:
-        grads = [self.take_grad(each).flatten() for each in self.parameters]
-        self._make_room(grads)
-        self._flat = torch.cat(grads)
+        parts = [local_of(parameter) for parameter in self.parameters]
+        sizes = [part.numel() for part in parts]
+        dtype = self._dtype or reduce(torch.promote_types, (part.dtype for part in parts))
+        self._make_room(sum(sizes) * dtype.itemsize, parts[0].device)
+        self._flat = torch.empty(sum(sizes), dtype=dtype, device=parts[0].device)
+        for parameter, part in zip(self.parameters, self._flat.split(sizes)):
+            part.copy_(self.take_grad(parameter).flatten())  # which is gone then
         self._work = dist.all_reduce(self._flat, group=self._group, async_op=True)
 
     def _end(self) -> None:

@@ -6,6 +6,7 @@ import pytest
 
 from phalanx.cost.local_shapes import local_config
 from phalanx.cost.step_memory import memory_terms, units_of
+from phalanx.cost.step_saved import saved_bytes_per_token
 from phalanx.cost.step_work import Workload
 from phalanx.mesh import Mesh
 from phalanx.models.named import named_model
@@ -108,9 +109,24 @@ def test_a_tied_matrix_has_two_gradients_while_it_is_still_gathered():
     assert terms["gathered"] == 4 * root
 
 
-def test_replicas_keep_gradients_and_the_sums_of_all_units():
+def test_replicas_add_micro_batches_up_in_float32_and_copy_a_layer_to_sum_it():
+    """All of them, the head's in bfloat16 and the copy of a layer."""
     terms = at_peak({"name": "replicate"}, Mesh(replicate=2), items=3.0)
-    assert terms["gradients"] == (2 + 4) * (ROOT + 3 * LAYER)
+    assert terms["gradients"] == 4 * (ROOT + 3 * LAYER) + 2 * 101 * 12 + 4 * LAYER
+
+
+def test_adapters_that_no_shard_gathers_have_float32_gradients_and_are_kept_cast():
+    """Two replicas at the loss: 4 bytes a gradient that waits, 2 of what products keep."""
+    step = work(tokens=500, items=3.0, lora=LoraSpec(rank=8, alpha=8.0))
+    by_name = {}
+    for name, mesh in (("replicate", Mesh(replicate=2)), ("fsdp", Mesh(shard=2))):
+        units = units_of(CONFIG, step, [build("data", {"name": name})], mesh, 4)
+        by_name[name] = memory_terms(CONFIG, step, units)
+    num_trained = sum(u.num_trained for u in units)
+    whole, sharded = by_name["replicate"], by_name["fsdp"]
+    saved = 500 * saved_bytes_per_token(CONFIG, step, "none")
+    assert whole["activations"] == saved + 2 * num_trained and sharded["activations"] == saved
+    assert whole["gradients"] == 4 * num_trained
 
 
 def test_the_head_s_gradient_and_its_product_are_whole_beside_activations():

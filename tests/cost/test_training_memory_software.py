@@ -189,3 +189,25 @@ def test_a_profile_says_where_its_figures_come_from(name):
     assert profile.source in profile.describe()
     assert all(hasattr(profile, each) for each in profile.fitted)
     assert bool(profile.fitted) == bool(profile.fitted_rows)
+
+
+@pytest.mark.parametrize(("window", "seen"), [(0, 7 * 1024), (257, 512), (100_000, 7 * 1024)])
+def test_gathered_keys_are_kept_by_every_layer_where_our_attention_keeps_them(window, seen):
+    """8 context ranks of 1,024 tokens, 4 key heads of 64, 6 layers: by hand."""
+    attention = AttentionShape(num_heads=16, num_kv_heads=4, head_dim=64, window=window)
+    layer = LayerShape(count=6, attention=attention, feed_forward=FeedForwardShape(width=2048))
+    shape = ModelShape(name="windowed", hidden=1024, vocab=1000, layers=(layer,))
+
+    def activations(software, kind, recompute="none"):
+        plans = TrainingPlans(
+            context=8, context_kind=kind, row_tokens=8192, software=software,
+            recompute=RECOMPUTE.index(recompute),
+        )  # fmt: skip
+        return training_memory(shape, plans).terms["activations"].item()
+
+    gathered = 2 * seen * 2 * 4 * 64  # of a layer
+    ours = [activations("phalanx", kind) for kind in (0, 1)]
+    assert ours[0] - ours[1] == pytest.approx(6 * gathered)
+    again = [activations("phalanx", kind, "full") for kind in (0, 1)]
+    assert again[0] - again[1] == pytest.approx(gathered)
+    assert activations("megatron", 0) == activations("megatron", 1)

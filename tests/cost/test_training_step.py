@@ -11,7 +11,7 @@ from phalanx.cost.collectives import hierarchical_wire_bytes, wire_bytes
 from phalanx.cost.model_shape import AttentionShape, FeedForwardShape, LayerShape, ModelShape
 from phalanx.cost.training_plans import CONTEXT_KINDS, RECOMPUTE, SCHEDULES, TrainingPlans
 from phalanx.cost.training_step import training_step
-from phalanx.cost.training_traffic import collective
+from phalanx.cost.training_traffic import Held, collective, traffic_of
 from phalanx.hardware import Figure, read_machine
 
 NONE, SELECTIVE, FULL = range(len(RECOMPUTE))
@@ -186,3 +186,17 @@ def test_iterations_of_gpt_on_a100(layers, hidden, heads, plan, full_s, selectiv
     assert full == pytest.approx(full_s, rel=0.15)
     assert selective == pytest.approx(selective_s, rel=0.15)
     assert full / selective == pytest.approx(full_s / selective_s, rel=0.08)
+
+
+@pytest.mark.parametrize(
+    ("software", "kind", "times"),
+    [("phalanx", "ring", 3), ("megatron", "ring", 2), ("phalanx", "all-gather", 2)],
+)
+def test_a_ring_with_float32_gradients_sends_three_times_the_keys_on_its_way_back(
+    software, kind, times
+):
+    plans = TrainingPlans(
+        context=4, context_kind=CONTEXT_KINDS.index(kind), row_tokens=4096, software=software
+    )
+    sent = traffic_of(gpt(), plans, 8, Held(0.0, 0.0), Held(0.0, 0.0))
+    assert sent.context_backward.near_bytes == pytest.approx(times * sent.context.near_bytes)
