@@ -144,10 +144,14 @@ class Parts:
         asked = {"job_key": job.result_key, "sections": _result_sections(job)}
         if resume is not True:
             return restore(resume, *holders, **asked)
-        found = restore_latest(self.checkpoints.folder, *holders, **asked, on_damaged=on_damaged)
+        seen: list[JobError] = []
+        found = restore_latest(self.checkpoints.folder, *holders, **asked, on_damaged=seen.append)
         if found is None:
             rule = "holds no checkpoint to go on from"
+            rule += "".join(f"; {each.value} {each.rule}" for each in seen)
             raise JobError("job/not-found", "--resume", self.checkpoints.folder, rule)
+        for error in seen:
+            on_damaged(error)
         return found[1]
 
     def learning_rate(self, number: int) -> float:

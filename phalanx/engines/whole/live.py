@@ -22,6 +22,7 @@ class Progress:
 
     Attributes:
         interrupted: the event that said that a signal stopped the run, or {}.
+        step: the newest that was heard of; 0 before the first.
     """
 
     def __init__(self, say: Callable[[str], None], live: bool) -> None:
@@ -29,6 +30,7 @@ class Progress:
         self._drawn = False
         self._said_s = float("-inf")
         self.interrupted: Mapping[str, Any] = {}
+        self.step = 0
 
     def __enter__(self) -> Progress:
         return self
@@ -57,7 +59,8 @@ class Progress:
             self._line(f"stopped after step {event['step']}: {event['reason']}")
 
     def _step(self, event: Mapping[str, Any]) -> None:
-        step, num_steps = event["step"], event["num_steps"]
+        self.step = step = event["step"]
+        num_steps = event["num_steps"]
         parts = [
             f"step {step}/{num_steps}",
             f"loss {event['loss']:.4f}",

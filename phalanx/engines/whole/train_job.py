@@ -6,7 +6,6 @@ launcher such as torchrun started it as one of the ranks itself.
 
 from __future__ import annotations
 
-import os
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,7 +17,6 @@ from typing import Any
 from phalanx.cost.training import Workload
 from phalanx.data.prepare import Prepared, prepare
 from phalanx.engines.calibrate import calibrate, workload
-from phalanx.engines.callbacks import load_callbacks
 from phalanx.engines.result import FILE_NAME, TrainResult
 from phalanx.engines.run_folder import (
     PLAN_FILE,
@@ -32,17 +30,14 @@ from phalanx.engines.run_folder import (
     write_job,
     write_whole,
 )
-from phalanx.engines.sinks import require_sinks
 from phalanx.engines.whole.live import Progress
 from phalanx.engines.whole.predicted import training_report
 from phalanx.engines.whole.processes import launch_training
+from phalanx.engines.whole.refusals import require_held_out, require_outcome, require_writable
 from phalanx.engines.whole.relaid import relaid
 from phalanx.errors import JobError, PlanError, WorldError
 from phalanx.job import Job
-from phalanx.models.adapter_folder import lora_of
-from phalanx.models.folders import require_free
 from phalanx.models.source import ModelSource, data_settings, model_source
-from phalanx.models.spec import weight_bytes
 from phalanx.models.stored import mark_of
 from phalanx.plan import Plan
 from phalanx.planner.here import (
@@ -50,7 +45,6 @@ from phalanx.planner.here import (
     hardware_here,
     num_ranks_here,
     plan_here,
-    training_shape,
 )
 from phalanx.report import Report, Row
 from phalanx.units import format_bytes
@@ -95,8 +89,11 @@ class Asked:
         if self.job.plan.on != "here":
             rule = "training runs on this machine; `phalanx plan` prices other clusters"
             raise PlanError("plan/illegal", "plan.on", self.job.plan.on, rule, legal=["here"])
+        require_writable(self.folder)
         self.require_free()
-        _require_writable(self.folder)
+        if self.resume:
+            with alone_in(self.folder):
+                pass  # what follows measures the machine, which would disturb a run under way
 
     def require_free(self) -> None:
         """Refuse a new run where one was, and to go on where there is nothing to go on with.
@@ -215,8 +212,9 @@ def make_ready(
     if given is not None:
         given.require_here(hardware_here(asked.num_ranks), asked.job.result_key)
     source = model_source(asked.job, say)
-    _require_outcome(asked, source)
+    require_outcome(asked.job, asked.folder, asked.num_ranks, source)
     data = prepare(data_settings(asked.job, source.config), source.tokenizer_folder)
+    require_held_out(asked.job, data)
     if asked.resume:
         require_same_inputs(asked.folder, _inputs(asked.job, source, data))
     audit = {name: count for name, count in asdict(data.audit).items() if count}
@@ -266,36 +264,6 @@ def _said(row: Mapping[str, Any]) -> str:
     return f"{row['quantity']} = {shown.removesuffix(' 1')} ({row['source']})"
 
 
-def _require_writable(folder: Path) -> None:
-    """Refuse a folder that cannot be made, without making it."""
-    place = folder.absolute()
-    while not place.exists() and place != place.parent:
-        place = place.parent
-    if not place.is_dir():
-        raise JobError("cli/file", "--folder", folder, f"cannot be made: {place} is no folder")
-    if not os.access(place, os.W_OK | os.X_OK):
-        raise JobError("cli/file", "--folder", folder, f"cannot be made: {place} is not writable")
-
-
-def _require_outcome(asked: Asked, source: ModelSource) -> None:
-    """Refuse what would fail only after the processes have started, or after the last step."""
-    job = asked.job
-    training_shape(job, source.config, asked.num_ranks)
-    lora_of(job, source.config)
-    require_sinks(job.plan.log_to)
-    load_callbacks(job.train.callbacks)
-    if job.train.loss:
-        if job.train.label_smoothing:
-            rule = "smooths the built-in loss, and train.loss takes its place; smooth in your own"
-            where, value = "train.label_smoothing", job.train.label_smoothing
-            raise JobError("job/bad-value", where, value, rule, legal=[0.0])
-        from phalanx.engines.user_loss import load_loss  # torch, as the loss itself
-
-        load_loss(job.train.loss)
-    if job.plan.exports:
-        require_free(asked.folder, weight_bytes(source.config))
-
-
 def _planned(asked: Asked, source: ModelSource, work: Workload, say: Callable[[str], None]) -> Plan:
     num_measuring = asked.num_local_ranks or asked.num_ranks
     say(f"calibrating: {num_measuring} processes measure this machine (once per job)")
@@ -331,7 +299,7 @@ def train_ready(ready: Ready, say: Callable[[str], None], *, live: bool) -> Trai
         except KeyboardInterrupt:
             raise interrupted(progress, asked, say) from None
         except WorldError:
-            if holds_checkpoint(asked.folder):
+            if progress.step and holds_checkpoint(asked.folder):
                 say(f"what it saved stays; go on with: {_again(asked)}")
             raise
     if progress.interrupted:  # a rank was told by somebody else
