@@ -85,7 +85,8 @@ def validate_tables(
     document = versioned("accuracy", **found.to_dict(), targets=targets)
     emit(document, json_file, lambda: _show(found, is_seen))
     if not found.predicted:
-        rule = f"none of its {found.rows:,} rows could be priced"
+        reason, count = found.reasons().most_common(1)[0]
+        rule = f"none of its {found.rows:,} rows could be priced: {count:,} {reason}"
         raise JobError("system/published", training or serving, None, rule)
     missed = [target["name"] for target in targets if target["met"] is False]
     if gate and missed:
@@ -187,7 +188,9 @@ def _show(found: Validation, is_seen: bool) -> None:
         for (name, quantity), score in in_order(found)
     ]
     header = ("class", "quantity", "sources", "rows", "median", "p90", "bias", "in bars", "MFU")
-    table(header, lines, "errors, medians over sources")
+    if lines:
+        table(header, lines, "errors, medians over sources")
+        write("\n")
     values = [(target, target.of(found)) for target in TARGETS]
     judged = [(target, value) for target, value in values if target.is_met(value) is not None]
     missed = [
@@ -195,7 +198,6 @@ def _show(found: Validation, is_seen: bool) -> None:
         for target, value in judged
         if not target.is_met(value)
     ]
-    write("\n")
     paragraph(
         f"{found.rows:,} rows; {found.complete:,} with the minimum inputs, of which "
         f"{found.predicted:,} were priced"
@@ -211,6 +213,7 @@ def _show(found: Validation, is_seen: bool) -> None:
             "efficiencies were fitted on these rows; medians of rows that a fit has not seen: "
             + ", ".join(unseen)
         )
-    paragraph(f"{len(judged) - len(missed)} of {len(judged)} targets met")
+    if judged:
+        paragraph(f"{len(judged) - len(missed)} of {len(judged)} targets met")
     for name in missed:
         paragraph(f"missed: {name}", indent=2, hang=2)

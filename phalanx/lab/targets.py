@@ -10,6 +10,8 @@ import numpy as np
 
 from phalanx.lab.scored import Validation
 
+_LEAST_IN_BARS = 20  # comparisons; of fewer, nine in ten is not a number of them
+
 
 @dataclass(frozen=True)
 class Target:
@@ -69,7 +71,7 @@ def _in_bars(found: Validation) -> float:
     inside = [
         point.predicted.low <= point.measured <= point.predicted.high for point in found.points
     ]
-    return float(np.mean(inside)) if inside else float("nan")
+    return float(np.mean(inside)) if len(inside) >= _LEAST_IN_BARS else float("nan")
 
 
 TARGETS: Sequence[Target] = (

@@ -8,6 +8,7 @@ from phalanx.lab.rl_rows import predict_rl, read_rl
 from phalanx.lab.row_dtype import plain_dtype
 from phalanx.lab.serving_predict import predict_serving
 from phalanx.lab.serving_rows import read_serving
+from phalanx.lab.targets import judged
 from phalanx.lab.training_predictions import predict_training
 from phalanx.lab.training_rows import read_training
 from phalanx.lab.validation import validate
@@ -151,3 +152,13 @@ def test_an_unknown_model_is_served_by_the_sizes_that_its_row_prints(tmp_path):
     known, printed, unknown = predict_serving(read_serving(path))
     assert printed == known and not printed.reason
     assert unknown.reason == "unknown model: nobody knows"
+
+
+def test_a_handful_of_rows_is_no_share_of_bars(tmp_path):
+    few = validate(read_training(write(tmp_path / "t.csv", row())), [])
+    many = validate(read_training(write(tmp_path / "m.csv", *[row()] * 20)), [])
+    bars = [
+        next(each["met"] for each in judged(found) if "bars" in each["name"])
+        for found in (few, many)
+    ]
+    assert bars[0] is None and bars[1] is not None

@@ -150,8 +150,8 @@ def test_a_missed_target_exits_1_only_when_asked(tmp_path, capsys):
         ("", "is empty"),
         ("a,b\n1,2\n", "lacks the columns"),
         (text(row(step_time_s="fast")), "line 2, step_time_s = 'fast'"),
-        (text(row(n_devices="nan")), "line 2, n_devices = 'nan'"),
-        (text(row(hardware="Abacus 9000")), "none of its 1 rows could be priced"),
+        (text(row(n_devices="nan")), "none of its 1 rows could be priced: 1 without n_devices"),
+        (text(row(hardware="Abacus 9000")), "none of its 1 rows could be priced: 1 unknown accel"),
     ],
 )
 def test_a_table_that_says_nothing_exits_2_in_one_line(tmp_path, capsys, content, told):
