@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 
 from phalanx.engines.callbacks import Callback
 from phalanx.engines.result import TrainResult
-from phalanx.errors import WorldError
+from phalanx.errors import JobError, WorldError
 from phalanx.models.hf import load_decoder
 from tests.engines.train_cases import (
     FSDP,
@@ -21,7 +22,7 @@ from tests.engines.train_cases import (
     values,
 )
 from tests.ranks import run_ranks
-from tests.tiny_run import write_pairs
+from tests.tiny_run import write_base, write_pairs
 
 
 @pytest.fixture(scope="module")
@@ -158,3 +159,60 @@ def test_ranks_that_see_different_data_never_begin(tmp_path, source):
     flags = SMALL | {"model.vocabulary": 300}
     for told in run_ranks(with_own_data, 2, [source, other], str(folder), flags, backend=None):
         assert "of rank 1" in told and "which rank 0 has" in told
+
+
+class FillTheDisk(Callback):
+    """After a step no file may grow beyond so many bytes: less than an export, more than what was
+    trained."""
+
+    def __init__(self, step, num_bytes):
+        self.step, self.num_bytes = step, num_bytes
+
+    def on_step(self, run):
+        if run.step == self.step:
+            hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+            resource.setrlimit(resource.RLIMIT_FSIZE, (self.num_bytes, hard))
+
+
+def with_a_full_disk(rank, world_size, *args):
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        return ends_in_error(rank, world_size, *args)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.dist
+def test_a_run_whose_export_finds_no_room_keeps_what_it_trained(tmp_path, source):
+    base = str(write_base(tmp_path, hidden_size=96, intermediate_size=160))
+    flags = {"model.name": base, "data.source": source, "train.method": "lora"}
+    flags |= {"train.lora_rank": 1, "plan.profile_steps": 0}
+    whole, _ = run_train(tmp_path / "whole", flags, {"replicate": 2}, [REPLICATE])
+    folder = tmp_path / "parts"
+    folder.mkdir()
+    args = (str(folder), SMALL | flags, {"replicate": 2}, [REPLICATE], {})
+    fill = FillTheDisk(SMALL["train.steps"] - 1, 200_000)
+    for code, text in run_ranks(with_a_full_disk, 2, *args, [fill], backend=None):
+        assert code == "cli/file" and "export" in text
+    assert not (folder / "export").exists()
+    result, metrics = run_train(folder, flags, {"replicate": 2}, [REPLICATE], resume=True)
+    assert result.steps == whole.steps and len(values(metrics, "step", "step")) == whole.steps
+    assert result.loss_after == whole.loss_after
+    assert same_weights(tmp_path / "whole", folder)
+
+
+def going_on(rank, world_size, *args):
+    with pytest.raises(JobError) as caught:
+        train_in(rank, world_size, *args)
+    return caught.value.code, str(caught.value)
+
+
+@pytest.mark.dist
+def test_a_run_all_of_whose_checkpoints_are_damaged_says_so(tmp_path, source):
+    flags = SMALL | {"data.source": source, "plan.checkpoint_every": 2}
+    folder = tmp_path / "run"
+    run_train(folder, flags, {"shard": 1})
+    (folder / "checkpoints" / "step-00000002" / "manifest.json").write_text("{")
+    args = (str(folder), flags, {"shard": 1}, [FSDP], {}, [], True)
+    ((code, text),) = run_ranks(going_on, 1, *args, backend=None)
+    assert code == "job/not-found" and "step-00000002 manifest.json cannot be read" in text
