@@ -9,7 +9,7 @@ import typer
 
 from phalanx.cli._plan_options import On
 from phalanx.cli._plan_toy import verdict
-from phalanx.cli.job import FLAGS, JobFile
+from phalanx.cli.job import FLAGS
 from phalanx.cli.output import JsonFile, emit, progress, show_report, versioned, write
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ def register(app: typer.Typer) -> None:
 
 def simulate(
     context: typer.Context,
-    job: JobFile,
+    job: Annotated[str, typer.Argument(metavar="JOB | MODEL", help="Job file (TOML), or a model.")],
     on: On = "",
     trace: Annotated[str, typer.Option("--trace", help="Write a trace for ui.perfetto.dev.")] = "",
     picture: Annotated[
@@ -48,14 +48,13 @@ def simulate(
     ] = "",
     json_file: JsonFile = "",
 ) -> None:
-    """Simulate one step of a job; --section.key VALUE overrides the file."""
-    from phalanx.job import load_job, parse_flags
+    """Simulate one step of a job; --section.key VALUE sets a key of it."""
     from phalanx.planner.document_step import read_documents, simulate_documents
-    from phalanx.planner.jobs import plan_job
+    from phalanx.planner.jobs import plan_job, read_job
     from phalanx.planner.step_picture import pass_spans, timeline_text
 
     if documents:
-        read = load_job(job, parse_flags(context.args))
+        read = read_job(job, context.args)
         found = simulate_documents(read, read_documents(documents), on)
         _write_files(found.trace, found.spans(), found.report.title, trace, picture)
         document = versioned("simulation", report=found.report.to_dict())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from phalanx.errors import JobError
 from phalanx.hardware import machine_names
@@ -13,20 +14,34 @@ from phalanx.planner.make import Planned, make_plan
 from phalanx.planner.models import priced_model
 from phalanx.planner.simulate import Simulated, simulate
 
+_EXAMPLES = ("a100-80g", "b200", "h100", "mi300x", "v5p")
+
 
 def plan_job(path: str, arguments: Sequence[str], on: str = "") -> tuple[Job, Planned, Simulated]:
     """Load, plan and simulate.
 
     Args:
-        path: job file.
+        path: job file, or a model.
         arguments: dotted flags.
         on: cluster shorthand, instead of the job's.
 
     Raises:
         JobError, PlanError, CheckError: from any of the steps.
     """
-    job = load_job(path, parse_flags(arguments))
+    job = read_job(path, arguments)
     return job, *simulate_job(job, on)
+
+
+def read_job(target: str, arguments: Sequence[str]) -> Job:
+    """The job of a file (TOML), or one of flags alone for a model.
+
+    Raises:
+        JobError: from `load_job`.
+    """
+    flags = parse_flags(arguments)
+    if target.endswith(".toml") or Path(target).is_file():
+        return load_job(target, flags)
+    return load_job(None, {"model.name": target} | flags)
 
 
 def simulate_job(job: Job, on: str = "") -> tuple[Planned, Simulated]:
@@ -38,7 +53,7 @@ def simulate_job(job: Job, on: str = "") -> tuple[Planned, Simulated]:
     cluster = on or job.plan.on
     if cluster == "here":
         rule = "name a cluster; `phalanx run` plans for this machine and measures it first"
-        legal = [f"8x{name}" for name in machine_names()]
+        legal = [f"8x{name}" for name in machine_names() if name in _EXAMPLES]
         raise JobError("job/bad-value", "plan.on", "here", rule, legal=legal)
     planned = make_plan(job, config_of(job), cluster)
     return planned, simulate(planned, job.limits.memory_bytes)

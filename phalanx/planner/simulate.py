@@ -8,6 +8,7 @@ import numpy as np
 
 from phalanx.drive import drive
 from phalanx.planner.make import Planned
+from phalanx.planner.sized import limit_of
 from phalanx.report import Report
 from phalanx.trace import Trace
 from phalanx.worlds.sim import SimWorld
@@ -43,7 +44,7 @@ def simulate(planned: Planned, limit_bytes: float = 0.0) -> Simulated:
 
     Args:
         planned: from `make_plan`.
-        limit_bytes: per device (0: what the device has).
+        limit_bytes: per device (0: what it leaves to tensors, as `phalanx plan` counts).
     """
     mesh = planned.program.mesh
     fold = mesh.size > _UNFOLDED_RANKS
@@ -52,7 +53,7 @@ def simulate(planned: Planned, limit_bytes: float = 0.0) -> Simulated:
     within = world.peak_bytes()
     peaks = {rank: planned.held_bytes(rank) + within.get(rank, 0.0) for rank in world.ranks}
     fullest = max(peaks, key=lambda rank: peaks[rank])
-    limit = limit_bytes or planned.cluster.machine.memory.value
+    limit = limit_of(planned.cluster, limit_bytes)
     report = Report(f"{planned.plan.job} on {planned.cluster}")
     _time_rows(report, planned, trace, list(world.ranks))
     _byte_rows(report, trace, list(world.ranks))
@@ -62,9 +63,17 @@ def simulate(planned: Planned, limit_bytes: float = 0.0) -> Simulated:
         "memory within the step, peak", within.get(fullest, 0.0), "bytes", "simulated", note=note
     )
     report.add("memory, peak", peaks[fullest], "bytes", "simulated", note=note)
-    kind = "as the job says" if limit_bytes else planned.cluster.machine.memory.source
-    report.add("memory, limit of a device", limit, "bytes", "published", note=kind)
+    report.add(
+        "memory, limit of a device", limit, "bytes", "formula", note=_limit_note(planned, limit)
+    )
     return Simulated(trace, report, peaks[fullest], limit)
+
+
+def _limit_note(planned: Planned, limit_bytes: float) -> str:
+    machine = planned.cluster.machine
+    if limit_bytes < machine.usable_bytes:
+        return "as the job says"
+    return f"{machine.usable_memory_frac.value:.0%} of it is usable; {machine.memory.source}"
 
 
 def _time_rows(report: Report, planned: Planned, trace: Trace, ranks: list[int]) -> None:

@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from phalanx.cli.app import run
+from phalanx.hardware import read_machine
 from phalanx.plan import Plan
 
 TOY = "examples/toy-4d.toml"
@@ -85,3 +86,19 @@ def test_planning_and_simulating_load_no_torch():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_model_is_played_without_a_job_file(capsys):
+    words = ["--train.method", "full", "--plan.mesh.pp", "4", "--plan.pipeline", "1f1b"]
+    assert run(["simulate", "llama-3.1-8b", "--on", "4xh100", *words]) == 0
+    assert "rank 3 3F0  3B0" in capsys.readouterr().out
+
+
+def test_plan_and_simulate_count_the_same_memory_of_a_device(capsys, tmp_path):
+    words = ["--train.method", "full", "--plan.mesh.tp", "2"]
+    words += ["--plan.tensor", "megatron", "--json", str(tmp_path / "out.json")]
+    run(["simulate", "llama-3.1-8b", "--on", "2xh100", *words])
+    report = json.loads((tmp_path / "out.json").read_text())["report"]
+    rows = {row["quantity"]: row["value"] for row in report["rows"]}
+    usable = read_machine("h100").usable_bytes
+    assert rows["memory, limit of a device"] == usable
