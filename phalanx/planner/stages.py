@@ -1,7 +1,7 @@
 """How long each stage of a whole run takes on this machine, before its first step. No torch.
 
-Symbols: T, N tokens and targets; w bytes of the exported weights; f forward seconds per token of a
-training rank, h per target in the head, both measured.
+Symbols: T, N tokens and targets; w bytes of the exported weights; f forward seconds per token, h
+per target in the head, both measured and summed over the ranks that share a token.
 
 Seconds
     start       processes of training and of serving, each as long as one took when it was measured
@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from phalanx.cost.local_shapes import local_config
 from phalanx.cost.training import Workload, priced_operators
 from phalanx.models.config import DecoderConfig
 from phalanx.report import Report
@@ -66,18 +67,21 @@ class RunWork:
 def forward_rates(
     config: DecoderConfig, work: Workload, rates: Mapping[str, float]
 ) -> tuple[float, float]:
-    """Forward seconds per token of the layers, and per target of the head.
+    """Forward seconds per token of the layers, and per target of the head, of all ranks that share
+    them together (a tensor axis its products, a context axis its rows).
 
     Args:
         config: sizes of the whole model.
         rates: rate key -> seconds per token, as measured for this work.
     """
     layers_s = head_s = 0.0
-    for op, forward_s, _, _ in priced_operators(config, work, rates):
+    local, num_sharing = local_config(config, work.tensor_degree), work.tensor_degree
+    num_sharing *= work.context_degree
+    for op, forward_s, _, _ in priced_operators(local, work, rates):
         if op.op == "head":
-            head_s += forward_s / work.counted
+            head_s += num_sharing * forward_s / work.counted
         else:
-            layers_s += forward_s / work.tokens
+            layers_s += num_sharing * forward_s / work.tokens
     return layers_s, head_s
 
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from phalanx.cost.local_shapes import local_config
 from phalanx.cost.training import Workload, rate_key
 from phalanx.models.operators import operators
 from phalanx.planner.stages import RunWork, forward_rates, run_stages, stage_report
@@ -36,6 +37,19 @@ def test_forward_rates_count_every_operator_once_and_no_backward_pass():
     token_s, target_s = forward_rates(CONFIG, WORK, rates(0.001, 0.25))
     assert token_s == pytest.approx(num * 0.001)
     assert target_s == pytest.approx(0.25)
+
+
+def test_ranks_that_share_a_token_are_priced_by_what_each_of_them_measured():
+    """Rates have the shapes of a rank: half of the heads, channels and vocabulary."""
+    local, shared = local_config(CONFIG, 2), replace(WORK, tensor_degree=2, context_degree=2)
+    found, num = {}, 0
+    for op in operators(local, document_tokens=WORK.document_tokens):
+        found[f"{rate_key(op, local)}.F"] = 0.25 if op.op == "head" else 0.001
+        found[f"{rate_key(op, local)}.B"] = 99.0
+        num += op.op != "head"
+    token_s, target_s = forward_rates(CONFIG, shared, found)
+    assert token_s == pytest.approx(2 * num * 0.001), "a context rank has half of a row's tokens"
+    assert target_s == pytest.approx(2 * 0.25)
 
 
 def test_stages_are_the_products_that_they_name():
