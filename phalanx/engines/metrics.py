@@ -9,6 +9,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+from phalanx.engines.process import Process
 from phalanx.engines.run_folder import write_whole
 from phalanx.engines.trainer_step import StepSpans
 from phalanx.trace import Trace, TraceBuilder, merge
@@ -122,16 +123,27 @@ class StepTrace:
         return self._builder.build()
 
 
-def write_traces(folder: Path, trace: Trace, rank: int, world_size: int, barrier: Any) -> Path:
-    """One file with the rows of all ranks, written by rank 0; all ranks call it."""
-    part = folder / f"trace-rank{rank}.npz"
+def write_traces(folder: Path, trace: Trace, process: Process) -> str:
+    """One file with the rows of all ranks, written by rank 0; all ranks call it.
+
+    Returns:
+        Its name; "" where a rank found no room: a run does not end for want of its trace.
+    """
+    parts = [folder / f"trace-rank{each}.npz" for each in range(process.world_size)]
     target = folder / "trace.npz"
-    trace.save(part)
-    barrier()
-    if rank == 0:
-        parts = [folder / f"trace-rank{each}.npz" for each in range(world_size)]
-        merge([Trace.load(each) for each in parts]).save(target)
-        for each in parts:
-            each.unlink()
-    barrier()
-    return target
+    fails = _fails(lambda: trace.save(parts[process.rank]))
+    if not process.sum(fails) and process.leads:
+        fails = _fails(lambda: merge([Trace.load(each) for each in parts]).save(target))
+    is_missing = bool(process.sum(fails))
+    parts[process.rank].unlink(missing_ok=True)
+    if is_missing and process.leads:
+        target.unlink(missing_ok=True)
+    return "" if is_missing else target.name
+
+
+def _fails(write: Callable[[], object]) -> bool:
+    try:
+        write()
+    except OSError:
+        return True
+    return False

@@ -68,7 +68,10 @@ class TrainResult:
     def save(self, folder: str | Path) -> None:
         """Write `train.json` into the run folder."""
         text = json.dumps(asdict(self), indent=1, ensure_ascii=False)
-        (Path(folder) / FILE_NAME).write_text(text + "\n", encoding="utf-8")
+        target = Path(folder) / FILE_NAME
+        part = target.with_name(f".{FILE_NAME}.part")
+        part.write_text(text + "\n", encoding="utf-8")
+        part.replace(target)
 
     @staticmethod
     def load(folder: str | Path) -> TrainResult:

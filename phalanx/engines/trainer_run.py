@@ -266,8 +266,9 @@ class TrainRun:
                 written["samples"] = self.parts.held_out.as_text(folder, self.answers_before, after)
         self.parts.checkpoints.close()
         trace = self.report.trace.build()
-        place = (self.process.rank, self.process.world_size, self.process.barrier)
-        written["trace"] = write_traces(self.folder, trace, *place).name
+        written["trace"] = write_traces(self.folder, trace, self.process)
+        if not written["trace"]:
+            self._warn(f"there was no room for the trace of the run in {self.folder}")
         self.report.metrics.close()
         return written
 

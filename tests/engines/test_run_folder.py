@@ -8,11 +8,12 @@ import os
 import resource
 from contextlib import contextmanager
 from math import prod
+from types import SimpleNamespace
 
 import pytest
 
 from phalanx.engines import run_folder
-from phalanx.engines.metrics import MetricsFile
+from phalanx.engines.metrics import MetricsFile, StepTrace, write_traces
 from phalanx.engines.run_folder import (
     alone_in,
     finished,
@@ -170,3 +171,12 @@ def test_lines_that_are_none_are_left_out_when_a_run_goes_on(tmp_path):
     path.write_text("".join(whole[:2]) + '{"kind": "st{"kind": "step"}\n[1]\n' + whole[2] + '{"k')
     MetricsFile(path, done_steps=2).close()
     assert path.read_text() == "".join(whole[:2])
+
+
+def test_a_run_does_not_end_for_want_of_its_trace(tmp_path):
+    alone = SimpleNamespace(rank=0, world_size=1, leads=True, sum=float)
+    with files_of_at_most(100):
+        assert write_traces(tmp_path, StepTrace(0, "job").build(), alone) == ""
+    assert os.listdir(tmp_path) == []
+    assert write_traces(tmp_path, StepTrace(0, "job").build(), alone) == "trace.npz"
+    assert os.listdir(tmp_path) == ["trace.npz"]
