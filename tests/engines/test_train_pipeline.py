@@ -5,6 +5,7 @@ Micro-batches have lengths of their own, so every message of a step has another 
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +17,7 @@ from phalanx.engines.pipeline_step import PipelineStep
 from phalanx.models.decoder import Decoder
 from phalanx.models.parameters import initial_values, load_parameters
 from phalanx.models.spec import LoraSpec, canonical_tensors, small_config
+from phalanx.worlds.comm_log import CommLog
 from phalanx.worlds.logged_group import init_logged
 from tests.engines.pipeline_cases import (
     StagedCase,
@@ -93,6 +95,22 @@ FOUR_RANKS = {
     "pp 2 x cp 2": replace(FULL, mesh={"pp": 2, "cp": 2}, specs=(RING,), steps=3),
     "pp 2 x tp 2, adapters": replace(
         FULL, mesh={"pp": 2, "tp": 2}, specs=(MEGATRON,), lora=DROPPED, steps=3
+    ),
+    "pp 2 x tp 2, weights apart, layers again": replace(
+        FULL,
+        mesh={"pp": 2, "tp": 2},
+        specs=(SEQUENCE,),
+        order={"name": "zero_bubble"},
+        recompute="full",
+        steps=2,
+    ),
+    "zero 2 over 2 x pp 2, a V": replace(
+        FULL,
+        mesh={"shard": 2, "pp": 2},
+        specs=(ZERO | {"stage": 2},),
+        order={"name": "zbv"},
+        stages=[[0, 1], [1, 2], [2, 3], [3, 3]],
+        steps=2,
     ),
 }
 CASES = {2: TWO_RANKS, 4: FOUR_RANKS}
@@ -173,3 +191,36 @@ def test_gradients_are_those_of_the_same_micro_batches_to_the_bit():
             for parameter, grad in found.items():
                 assert torch.equal(grad, grads[parameter]), (name, parameter)
             assert not holds_last or found_losses == losses
+
+
+# ---- exchanges -----------------------------------------------------------------------------------
+
+SPLIT = replace(FULL, mesh={"pp": 2, "tp": 2}, specs=(SEQUENCE,))
+APART = {"name": "zero_bubble"}
+
+
+def exchanges(rank: int, world_size: int, cases: list[StagedCase]) -> list[Counter[str]]:
+    """Of each case the exchanges of a step on the model axis."""
+    init_logged("gloo", dist.PrefixStore("logged", current_store()), rank, world_size)
+    found = []
+    for case in cases:
+        model, log = build_staged(rank, world_size, case), CommLog(rank)
+        pipeline = PipelineStep(model, torch.device("cpu"))
+        with log.step(0):
+            pipeline.run(step_of(case, model, 0))
+        found.append(Counter(row.kind for row in log.rows if row.axis == "tp"))
+    return found
+
+
+@pytest.mark.dist
+def test_weight_gradients_exchange_nothing_but_what_makes_their_inputs_again():
+    """A layer that is computed again in the weight pass of a later stage exchanges again, once."""
+    cases = [SPLIT, replace(SPLIT, order=APART)]
+    cases += [replace(case, recompute="full") for case in cases]
+    for rank, (whole, apart, again, both) in enumerate(
+        run_ranks(exchanges, 4, cases, backend=None)
+    ):
+        assert whole == apart and whole.total() > 0
+        is_first = rank // 2 == 0  # of the stages: its input gradient is nobody's
+        assert both - again == (Counter() if is_first else again - whole)
+        assert again.total() > whole.total()
