@@ -32,24 +32,21 @@ from phalanx.doctor.machine import num_cores, processor_name
 from phalanx.policy import Order, Step
 from phalanx.registry import build
 from phalanx.report import Report
+from phalanx.systems.reproductions._sleeping import (
+    AGREES_FRAC,
+    BACKWARD_S,
+    FORWARD_S,
+    ITEMS,
+    ORDERS,
+    asleep_s,
+)
 from phalanx.worlds.pipeline_arrays import play
 from phalanx.worlds.pipeline_plan import PipelinePlan, PlannedShapes
 from phalanx.worlds.torch_pipelining import TorchPipeline
 
-ORDERS: dict[str, Any] = {
-    "GPipe": "gpipe",
-    "1F1B": "1f1b",
-    "interleaved v=2": {"name": "interleaved", "virtual": 2},
-    "ZB-H1": "zero_bubble",
-    "Hanayo W=1": {"name": "hanayo", "waves": 1},
-    "Hanayo W=2": {"name": "hanayo", "waves": 2},
-    "Hanayo W=4": {"name": "hanayo", "waves": 4},
-}
 WHOLE = [name for name in ORDERS if name != "ZB-H1"]  # backward passes in one part
-ITEMS, ROUNDS = 4, 3
-FORWARD_S, BACKWARD_S = 0.16, 0.32  # asleep, of a rank's share of the model
+ROUNDS = 3
 LAYERS, ROWS, WIDTH = 8, 512, 1024  # of a rank's share, with products
-AGREES_FRAC = 0.10
 
 
 class _Through(torch.autograd.Function):
@@ -99,7 +96,7 @@ def make_report() -> Report:
     asleep = _run(4, sleeps=True)
     for name in ORDERS:
         message_s = asleep[name]["passes"][0]["message_s"]
-        played = [_asleep_s(name, 4, message_s)]
+        played = [asleep_s(name, 4, message_s)]
         _add(report, f"{name}, asleep, 4 processes", asleep[name], played)
     steps = {name: median(asleep[name]["step_s"]) for name in ORDERS}
     for name, gain, slack in (("Hanayo W=2", 0.73, 0.05), ("interleaved v=2", 0.79, 0.04)):
@@ -128,22 +125,6 @@ def _add(report: Report, what: str, found: dict[str, Any], played_s: list[float]
         target=measured_s,
         tolerance_frac=AGREES_FRAC,
     )
-
-
-def _asleep_s(name: str, ranks: int, message_s: float) -> float:
-    """Simulated step of sleeping stages.
-
-    Torch leaves the input gradient of the first stage to its weight gradient.
-    """
-    order = build("pipeline", ORDERS[name])
-    share = ranks / order.num_stages(ranks)
-    half_s = share * BACKWARD_S / 2
-    later = order.num_stages(ranks) - 1
-    input_s = [[[each]] for each in [0.0] + [half_s] * later]
-    weight_s = [[[each]] for each in [2 * half_s] + [half_s] * later]
-    lists = order.order(ranks, ITEMS)
-    seconds = (share * FORWARD_S, share * BACKWARD_S, message_s, weight_s, input_s)
-    return float(play(lists, *seconds).step_s[0])
 
 
 def _played_s(name: str, ranks: int, passes: dict[str, Any]) -> float:

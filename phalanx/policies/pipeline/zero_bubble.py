@@ -40,7 +40,10 @@ class ZeroBubble(Order):
     Differences and limits: the paper's ZB-H2 lets ranks go on to the next step without meeting in
     the optimizer and validates afterwards; here all ranks end the step together, and the last
     p - 1 forward times stay. Its automatic search over unequal times is left out. A pass in two
-    parts costs torch a second walk over the graph; where t_w is small beside that, use 1f1b.
+    parts costs torch a second walk over the graph; where t_w is small beside that, use 1f1b. Until
+    its weight gradient comes, torch also keeps what that is made of, the gradients of the outputs
+    of products and norms (`cost.pipeline_memory`), which the paper's count leaves out; and layers
+    that are computed again are so in either part, so full recomputation gives away what is won.
 
     Args:
         depth: k; 1: ZB-H1, the memory of 1F1B; 2: ZB-H2.

@@ -25,6 +25,7 @@ from phalanx.report import Report
 from phalanx.systems._measured import measured
 from phalanx.systems._published import Published, published
 from phalanx.systems.reproductions._pictures import draw_schedule
+from phalanx.systems.reproductions._sleeping import AGREES_FRAC, ORDERS, asleep_s
 from phalanx.worlds.pipeline_arrays import Played, Wired, play, wire
 
 _FORWARD_S, _BACKWARD_S = 1.0, 2.0
@@ -42,6 +43,7 @@ def reproduce() -> Report:
     _theory(report)
     _figure_9(report)
     report.rows += measured("hanayo")
+    _asleep(report)
     report.notes["not reproduced"] = (
         "Figure 8's variances and the out-of-memory cells of Figure 10 (sequence length and "
         "micro-batch are not published), Figure 10 to 12's absolute throughputs (rates of kernels)"
@@ -98,6 +100,21 @@ def _idle(report: Report) -> None:
     quantity = f"hops of a micro-batch per direction, P={ranks}, W={waves}"
     report.add(quantity, 2.0 * waves * (ranks - 1), "1", "formula", note="2 W (P - 1)")
     report.add(quantity, sent / ranks, "1", "simulated", target=2.0 * waves * (ranks - 1))
+
+
+def _asleep(report: Report) -> None:
+    """The measured steps of sleeping stages, simulated, with messages that take no time."""
+    found = {row.quantity: row.value for row in report.rows if row.source == "measured"}
+    for name in ORDERS:
+        quantity = f"step, {name}, asleep, 4 processes"
+        report.add(
+            quantity,
+            asleep_s(name, 4),
+            "s",
+            "simulated",
+            target=found.get(quantity),
+            tolerance_frac=AGREES_FRAC,
+        )
 
 
 def _theory(report: Report) -> None:
