@@ -89,7 +89,7 @@ class StepTrace:
 
     def add_step(self, step: int, spans: StepSpans) -> float:
         """Rows of a step whose parts `spans` noted; returns its seconds."""
-        parts = spans.parts()
+        parts = spans.parts(self.origin_s)
         start_s, end_s = parts[0][1], parts[-1][2]
         common = {"role": "train", "rank": self.rank, "step": step}
         self._builder.add(
@@ -111,7 +111,7 @@ class StepTrace:
                 start_s=begin_s,
                 dur_s=done_s - begin_s,
             )
-        self.extend(iter(spans.action_rows()))
+        self.extend(iter(spans.action_rows(self.origin_s)))
         return end_s - start_s
 
     def extend(self, rows: Iterator[dict[str, Any]]) -> None:

@@ -43,13 +43,21 @@ class StepSpans(NamedTuple):
     number: int
     pipeline: PipelineStep | None
 
-    def parts(self) -> list[tuple[Work, float, float]]:
-        """Parts with start and end, in seconds."""
-        return [span for span in self.log.spans_s() if isinstance(span[0], Work)]
+    def parts(self, origin_s: float) -> list[tuple[Work, float, float]]:
+        """Parts with start and end, in seconds since `origin_s` of `time.perf_counter`."""
+        late_s = self.log.origin_s - origin_s
+        return [
+            (work, start_s + late_s, end_s + late_s)
+            for work, start_s, end_s in self.log.spans_s()
+            if isinstance(work, Work)
+        ]
 
-    def action_rows(self) -> list[dict[str, Any]]:
-        """Trace rows of a pipeline's passes and messages."""
-        return [] if self.pipeline is None else self.pipeline.trace_rows(self.log, self.number)
+    def action_rows(self, origin_s: float) -> list[dict[str, Any]]:
+        """Trace rows of a pipeline's passes and messages, by the same clock."""
+        if self.pipeline is None:
+            return []
+        rows, late_s = self.pipeline.trace_rows(self.log, self.number), self.log.origin_s - origin_s
+        return [row | {"start_s": row["start_s"] + late_s} for row in rows]
 
 
 class StepOutcome(NamedTuple):

@@ -16,11 +16,14 @@ class SpanLog:
 
     Args:
         device: where the actions compute.
+
+    Attributes:
+        origin_s: `time.perf_counter` that counts as 0.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._clock = clock_of(device)
-        self._origin_s = time.perf_counter()
+        self.origin_s = time.perf_counter()
         self._spans: list[list[Any]] = []
 
     def restart(self) -> None:
@@ -43,7 +46,7 @@ class SpanLog:
         """Actions that ended, with start and end in seconds since this log was made."""
         for action, start, end in self._spans:
             if end is not None:
-                times = [self._clock.seconds(moment) - self._origin_s for moment in (start, end)]
+                times = [self._clock.seconds(moment) - self.origin_s for moment in (start, end)]
                 yield action, times[0], times[1]
 
 

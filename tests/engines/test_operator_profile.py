@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from time import perf_counter, sleep
+
 import torch
 from torch import nn
 
 from phalanx.engines.metrics import StepTrace
 from phalanx.engines.operator_profile import OperatorProfile
+from phalanx.engines.trainer_step import StepSpans, Work
 from phalanx.ops.norm import rms_norm
+from phalanx.worlds.torch_log import SpanLog
 
 
 class Layer(nn.Module):
@@ -64,3 +68,21 @@ def test_attention_that_ranks_share_is_listed_in_both_passes():
         RingAttention.apply(torch.ones(3, requires_grad=True)).sum().backward()
     operators = trace.build().where(step=0).column("operator").tolist()
     assert {"RingAttention", "RingAttentionBackward"} <= set(operators)
+
+
+def test_parts_of_a_step_count_from_the_moment_from_which_its_operators_count():
+    """They are noted by an older log: a trace that shifts them lies in every picture."""
+    log, device = SpanLog(torch.device("cpu")), torch.device("cpu")
+    sleep(0.05)
+    trace = StepTrace(0, "job")
+    with OperatorProfile(0, {}, device).step(0, trace):
+        before_s = perf_counter() - trace.origin_s
+        for _ in log.follow(iter([Work("F", 0), Work("O", -1)])):
+            torch.ones(8).sum()
+        after_s = perf_counter() - trace.origin_s
+    trace.add_step(0, StepSpans(log, 0, None))
+    rows = trace.build()
+    for lane in ("step", "compute"):
+        found = rows.where(lane=lane)
+        ends_s = found.columns["start_s"] + found.columns["dur_s"]
+        assert before_s <= found.columns["start_s"].min() <= ends_s.max() <= after_s

@@ -14,6 +14,7 @@ from phalanx.engines.run_folder import PLAN_FILE, write_job
 from phalanx.errors import PlanError
 from phalanx.job import load_job
 from phalanx.plan import Plan, Pool, RoleProgram
+from phalanx.trace import Trace
 from tests.engines.train_cases import REPLICATE, SMALL, run_train
 from tests.tiny_run import write_pairs
 
@@ -88,6 +89,18 @@ def test_a_run_says_where_it_waited(staged, capsys):
     document = json.loads(capsys.readouterr().out)
     assert [level["axis"] for level in document["levels"]] == ["pp"]
     assert document["num_steps"] == 2 and document["step_s"] > 0.0
+
+
+@pytest.mark.dist
+def test_waits_and_passes_of_a_profiled_step_lie_within_it(staged):
+    trace = Trace.load(staged / "trace.npz")
+    rows = trace.where(operator="wait", axis="pp")
+    assert len(rows) > 8
+    for inner in (rows, trace.where(operator="stage.F")):
+        for row in inner.rows():
+            (span,) = trace.where(rank=row["rank"], step=row["step"], operator="step").rows()
+            from_start_s = row["start_s"] - span["start_s"]
+            assert -1e-3 <= from_start_s <= from_start_s + row["dur_s"] <= span["dur_s"] + 1e-3
 
 
 @pytest.mark.dist
