@@ -23,6 +23,8 @@ JOB_FILE, PLAN_FILE = "job.json", "plan.json"
 LOCK_FILE = "running"  # below the folder of signs
 CHECKPOINTS = "checkpoints"
 _OF_A_RUN = (FILE_NAME, "metrics.jsonl", CHECKPOINTS)  # what a folder has once ranks ran in it
+_PATHS = {"model.name", "train.adapter"}  # keys that may hold one
+_PATHS |= {"data.source", "data.held_out_source", "data.chat_template"}
 _CHANGED = {
     "samples": "rows, tokenizer, chat template or the model's context have changed",
     "weights": "the files of the model have changed",
@@ -109,7 +111,9 @@ def write_job(job: Job, folder: str | Path, inputs: Mapping[str, str] | None = N
     Args:
         inputs: marks of what the job's names stand for (`require_same_inputs`); None: not known.
     """
-    table = job_table(job) | ({"inputs": dict(inputs)} if inputs else {})
+    table = (
+        job_table(job) | {"began_in": os.getcwd()} | ({"inputs": dict(inputs)} if inputs else {})
+    )
     write_whole(Path(folder) / JOB_FILE, json.dumps(table, indent=1) + "\n")
 
 
@@ -147,6 +151,20 @@ def read_job(folder: str | Path, changes: Mapping[str, Any] | None = None) -> Jo
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         rule = f"is not what Phalanx wrote: {type(error).__name__}: {error}"
         raise JobError("job/syntax", str(path), None, rule) from None
+
+
+def require_same_place(job: Job, folder: str | Path) -> None:
+    """Refuse to go on in another working folder, where relative names of the job mean nothing.
+
+    Raises:
+        JobError: `job/not-found`, naming the folder in which the run began.
+    """
+    table = json.loads((Path(folder) / JOB_FILE).read_text(encoding="utf-8"))
+    began_in = Path(table.get("began_in") or ".")
+    for key, value, _ in job.values():
+        if key in _PATHS and value and not Path(value).exists() and (began_in / value).exists():
+            rule = f"is not here; the run began in {began_in}: go on with it from there"
+            raise JobError("job/not-found", key, value, rule)
 
 
 def require_same_inputs(folder: str | Path, inputs: Mapping[str, str]) -> None:

@@ -78,6 +78,19 @@ def test_a_run_without_a_checkpoint_does_not_go_on(run, capsys):
     assert "holds no checkpoint" in refused(capsys, "--resume", run)
 
 
+def test_names_that_mean_nothing_in_another_folder_tell_where_the_run_began(
+    run, base, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    flags = {"model.name": str(base), "data.source": "pairs.jsonl", "plan.devices": 2}
+    write_job(load_job(None, FLAGS | flags), run, {"samples": "other"})
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    line = refused(capsys, "--resume", run)
+    assert line.startswith("error[job/not-found]: data.source = pairs.jsonl: is not here")
+    assert f"began in {tmp_path}:" in line
+
+
 def test_a_run_that_is_under_way_is_left_alone(run, capsys):
     with alone_in(run):
         assert "a run is under way in it" in refused(capsys, "--resume", run)

@@ -26,6 +26,7 @@ from phalanx.engines.run_folder import (
     holds_run,
     read_job,
     require_same_inputs,
+    require_same_place,
     require_same_result,
     write_job,
     write_whole,
@@ -188,6 +189,7 @@ def asked_again(folder: str | Path, changes: dict[str, Any] | None = None) -> As
     before = read_job(folder)
     job = read_job(folder, changes)
     require_same_result(before, job)
+    require_same_place(job, folder)
     job, note = relaid(job, changes or {})
     return Asked(job=job, folder=Path(folder), resume=True, note=note)
 
