@@ -58,7 +58,8 @@ class Workload:
         tokens, counted: of the rank with the most work in a step, mean over steps.
         num_items: micro-batches of a step, mean; most_items: of the step that has most, where no
             schedule asks for more.
-        row_tokens, row_counted: of a typical micro-batch; longest_row: of the longest one.
+        row_tokens, row_counted: of a typical micro-batch; longest_row: of the longest one that is
+            trained on (evaluations keep nothing of their rows).
         document_tokens: mean length of documents, weighted by their tokens.
         row_lengths, document_lengths, target_counts: all that occur (tokens and targets of rows).
         num_trained: elements that get a gradient.
@@ -160,7 +161,7 @@ def workload_of(
         num_items=num_items,
         row_tokens=round(tokens / num_items),
         row_counted=max(1, round(counted / num_items)),
-        longest_row=max(sum(row) for row in rows),
+        longest_row=max(sum(row) for step in steps for row in step.rows),
         document_tokens=round(float((lengths**2).sum() / lengths.sum())),
         num_trained=sum(spec.num_elements for spec in _trained(config, lora)),
         row_lengths=sorted({sum(row) for row in rows}),

@@ -47,7 +47,7 @@ def samples(lengths):
     return Samples.of(made)
 
 
-def work(lora=None, **changes):
+def work(lora=None, held_out=None, **changes):
     dealt = workload_of(
         samples([7, 9, 4, 12, 8, 5, 6, 11] * 4),
         CONFIG,
@@ -56,6 +56,7 @@ def work(lora=None, **changes):
         row_tokens=20,
         num_ranks=2,
         lora=lora,
+        held_out=held_out,
     )
     return Workload(**(vars(dealt) | changes))
 
@@ -66,6 +67,13 @@ def rates(lora=None, **changes):
     table |= {"all_gather": 1e6, "reduce_scatter": 1e6, "all_reduce": 1e6, "optimizer": 0.0}
     table |= {"runtime": 0.0, "kernels": 0.0} | changes
     return {key: {"value": value} for key, value in table.items()}
+
+
+def test_rows_of_evaluations_are_shapes_but_keep_no_activations():
+    """Held-out documents of 18 tokens make longer rows than training has."""
+    alone, beside = work(), work(held_out=samples([18] * 4))
+    assert alone.longest_row < 18 <= max(beside.row_lengths)
+    assert beside.longest_row == alone.longest_row
 
 
 def test_workload_describes_the_dealt_rows():
