@@ -7,6 +7,7 @@ gathered between forward and backward, NO_SHARD 0, HYBRID_* the same within a ma
 
 from __future__ import annotations
 
+from phalanx.planner.importers.deepspeed import read_deepspeed
 from phalanx.planner.importers.entries import Document
 from phalanx.planner.importers.foreign import ALL_LEFT, NOT_MODELLED, ForeignPlan
 from phalanx.planner.importers.reading import Reading
@@ -118,9 +119,9 @@ def _fsdp(reading: Reading) -> None:
 
 def _deepspeed(reading: Reading) -> None:
     at = "deepspeed_config."
-    if named := reading.text(f"{at}deepspeed_config_file"):
-        text = f"{named} is a file of its own and was not read: its stage and batch are assumed"
-        reading.note(f"{at}deepspeed_config_file", NOT_MODELLED, text)
+    if reading.raw(f"{at}deepspeed_config_file"):  # the other keys are then in that file
+        read_deepspeed(reading, f"{at}deepspeed_config_file")
+        return
     stage = reading.whole(f"{at}zero_stage", "zero", default=2, low=0)
     if stage > 3:
         raise reading.error(f"{at}zero_stage", "must be 0 to 3", [3])

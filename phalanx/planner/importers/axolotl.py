@@ -7,6 +7,7 @@ Devices = dp_replicate * dp_shard * context * tensor; what is not stated of them
 from __future__ import annotations
 
 from phalanx.planner.importers.accelerate import STRATEGIES
+from phalanx.planner.importers.deepspeed import read_deepspeed
 from phalanx.planner.importers.entries import Document
 from phalanx.planner.importers.foreign import ALL_LEFT, ASSUMED, NOT_MODELLED, ForeignPlan
 from phalanx.planner.importers.reading import Reading
@@ -14,7 +15,6 @@ from phalanx.planner.importers.reading import Reading
 _NOT_MODELLED = {
     "rl": "priced as supervised training: rollouts and rewards are not part of it",
     "trl": "priced as supervised training: rollouts and rewards are not part of it",
-    "deepspeed": "a file of its own, which was not read: its ZeRO stage is assumed",
     "torch_compile": "torch.compile changes the speed of operators",
     "activation_offloading": "activations in host memory",
     "selective_checkpointing": "what is kept by operator is priced as selective recomputation",
@@ -155,7 +155,7 @@ def _mesh(reading: Reading) -> None:
     shard = reading.whole("dp_shard_size")
     sharded = reading.document.has("fsdp_config", "fsdp", "dp_shard_size", "fsdp_version")
     if reading.document.has("deepspeed"):
-        _deepspeed(reading)
+        read_deepspeed(reading, "deepspeed")
         return
     key = "dp_shard_size" if shard else "fsdp_config" if sharded else "dp_shard_size"
     where = reading.where(key) if sharded else "axolotl replicates without fsdp or deepspeed"
@@ -192,16 +192,3 @@ def _fsdp(reading: Reading) -> None:
     if reading.flag(key("offload_params"), default=False):
         reading.set("offload", 1.0, reading.where(key("offload_params")))
         reading.set("offloads_weights", True, reading.where(key("offload_params")))
-
-
-def _deepspeed(reading: Reading) -> None:
-    """The stage is read from the usual names: deepspeed_configs/zero3_bf16.json."""
-    named = str(reading.raw("deepspeed") or "")
-    found = [stage for stage in (1, 2, 3) if f"zero{stage}" in named.lower()]
-    stage = found[0] if found else 2
-    where = reading.where("deepspeed")
-    reading.set("zero", stage, where)
-    reading.set("shard", ALL_LEFT, where)
-    reading.note("deepspeed", NOT_MODELLED, f"its file was not read; by its name ZeRO {stage}")
-    if "offload" in named.lower():
-        reading.set("offload", 1.0, where)

@@ -6,12 +6,12 @@ A device computes `per_device_train_batch_size` rows at a time, `gradient_accumu
 
 from __future__ import annotations
 
+from phalanx.planner.importers.deepspeed import read_deepspeed
 from phalanx.planner.importers.entries import Document
 from phalanx.planner.importers.foreign import ALL_LEFT, ASSUMED, NOT_MODELLED, ForeignPlan
 from phalanx.planner.importers.reading import Reading
 
 _NOT_MODELLED = {
-    "deepspeed": "a file of its own, which was not read",
     "torch_compile": "torch.compile changes the speed of operators",
     "torch_compile_backend": "torch.compile changes the speed of operators",
     "torch_compile_mode": "torch.compile changes the speed of operators",
@@ -140,3 +140,5 @@ def _sharding(reading: Reading) -> None:
             reading.set("offload", 1.0, reading.where("fsdp"))
             reading.set("offloads_weights", True, reading.where("fsdp"))
     reading.use("fsdp")
+    if reading.raw("deepspeed"):
+        read_deepspeed(reading, "deepspeed")
