@@ -173,6 +173,7 @@ def bind_data(
     mesh: DeviceMesh,
     *,
     context: Sequence[str] = (),
+    apart: Sequence[nn.Module] = (),
     param_dtype: str = "",
     reduce_dtype: str = "",
     master_dtype: str = "",
@@ -183,6 +184,8 @@ def bind_data(
         specs: at most one of each placement, and not both "shard" and "update".
         mesh: with the specs' axes among its named dims.
         context: axes whose ranks compute different tokens of the same rows.
+        apart: modules whose gradients come at other times than those of the rest of their unit, as
+            where a rank holds both ends of a pipeline.
         param_dtype, reduce_dtype: of gathered parameters and of reductions where a rule names none.
         master_dtype: of what an update changes where weights stay whole; "": the weights' own.
 
@@ -202,7 +205,11 @@ def bind_data(
         cut = joint_mesh(mesh, [update.axis, *context])
         replicas = None if replicate is None else mesh.get_group(replicate.axis)
         master, under_way = _dtype(master_dtype), deque()
-        sums = [_unit_scatter(units, each, cut, replicas, master, under_way) for each in units]
+        sums = [
+            _unit_scatter(each, part, cut, replicas, master, under_way)
+            for each in units
+            for part in _parts(units, each, apart)
+        ]
     elif replicate is not None or context:
         axes = [] if replicate is None else [replicate.axis]
         group = joint_mesh(mesh, [*axes, *context]).get_group()
@@ -239,16 +246,31 @@ def _unit_sum(
     return UnitSum(lambda: claimed(units, unit), group, dtype)
 
 
+def _parts(
+    units: Sequence[BoundUnit], unit: BoundUnit, apart: Sequence[nn.Module]
+) -> list[Callable[[], list[nn.Parameter]]]:
+    """What asks for the parameters of a unit that get their gradients together."""
+
+    def asks(is_apart: bool) -> Callable[[], list[nn.Parameter]]:
+        def ask() -> list[nn.Parameter]:
+            theirs = {parameter for module in apart for parameter in module.parameters()}
+            return [each for each in claimed(units, unit) if (each in theirs) == is_apart]
+
+        return ask
+
+    return [asks(False), asks(True)] if apart else [asks(False)]
+
+
 def _unit_scatter(
-    units: Sequence[BoundUnit],
     unit: BoundUnit,
+    parameters: Callable[[], Sequence[nn.Parameter]],
     mesh: DeviceMesh,
     replicas: dist.ProcessGroup | None,
     master: torch.dtype | None,
     under_way: deque[UnitScatter],
 ) -> UnitGradients:
     return UnitScatter(
-        lambda: claimed(units, unit),
+        parameters,
         mesh,
         replicas,
         dtype=_dtype(unit.update.reduce_dtype),

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import DeviceMesh
 
 from phalanx.data.batches import MicroBatch
@@ -209,6 +209,7 @@ def bind_model(job: Job, role: RoleProgram, config: DecoderConfig, mesh: DeviceM
         specs["data"],
         mesh,
         context=() if context is None else context.axes,
+        apart=_last_beside_first(decoder, stages),
         param_dtype=dtypes["compute"],
         reduce_dtype=dtypes["reduce"],
         master_dtype=masters,
@@ -224,6 +225,16 @@ def bind_model(job: Job, role: RoleProgram, config: DecoderConfig, mesh: DeviceM
 
 def _shards(spec: Spec) -> bool:
     return spec.rules()[-1].placement == "shard"
+
+
+def _last_beside_first(decoder: Decoder, stages: BoundStages | None) -> list[nn.Module]:
+    """What stands behind the layers, where this rank also has what stands before them in another
+    stage: passes of both are under way at a time. A tied head is counted at the embedding."""
+    if stages is None or not (stages.holds_first and stages.holds_last and stages.num_stages > 1):
+        return []
+    return (
+        [decoder.model.norm] if decoder.config.tied_head else [decoder.model.norm, decoder.lm_head]
+    )
 
 
 def _require_whole_stages(data: Sequence[Spec]) -> None:

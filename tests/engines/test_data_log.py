@@ -1,4 +1,5 @@
-"""What data axes exchange in a real step is what was lowered and simulated, byte by byte.
+"""What data axes exchange in a real step is what was lowered and simulated, byte by byte: alone,
+and beside the stages of a pipeline.
 
 Layers differ in width, so bytes tell which unit a collective belongs to; 7 rows of the embedding
 and odd widths make shards uneven.
@@ -8,27 +9,34 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from phalanx.action import Collective
 from phalanx.cost.table import TableCost
 from phalanx.drive import drive
 from phalanx.engines.bind import bind_data
+from phalanx.engines.pipeline_step import PipelineStep
 from phalanx.lower import lower
 from phalanx.mesh import Mesh
+from phalanx.models.spec import small_config
+from phalanx.planner.work import model_work
 from phalanx.policies.context.all_gather import AllGather
 from phalanx.policies.data.fsdp import Fsdp
 from phalanx.policies.data.replicate import Replicate
 from phalanx.policies.data.zero import Zero
 from phalanx.policies.pipeline.gpipe import GPipe
 from phalanx.policy import Spec
+from phalanx.registry import build
 from phalanx.worlds.comm_log import CommLog
 from phalanx.worlds.logged_group import device_mesh, init_logged
 from phalanx.worlds.sim import SimWorld
+from tests.engines.pipeline_cases import StagedCase, build_staged, optimizer_of, step_of
+from tests.engines.tensor_cases import rows_of
 from tests.engines.test_proof_b_fsdp2 import TOKENS, Toy, loss_of, reference, work_of
 from tests.ranks import current_store, run_ranks
 
@@ -127,3 +135,72 @@ def test_a_real_step_exchanges_what_was_lowered(cases):
             if case.is_ordered:
                 assert seen == expected, case
             assert Counter(seen) == Counter(expected), case
+
+
+# ---- beside stages -------------------------------------------------------------------------------
+
+CONFIG = small_config(
+    vocab_size=31, hidden_size=18, intermediate_size=20, num_layers=3, num_heads=4, num_kv_heads=2,
+    head_dim=6, window=3, full_every=2, dtype="float32", init_std=0.2, tied_head=False,
+)  # fmt: skip
+ZERO = {"family": "data", "name": "zero", "stage": 1}
+TWO_STAGES, FOUR_STAGES = [[0, 2], [2, 3]], [[0, 1], [1, 2], [2, 3], [3, 3]]
+CHUNKS, SPLIT_PASS = {"name": "interleaved", "virtual": 2}, {"name": "zero_bubble"}
+CUT = StagedCase(
+    config=CONFIG, mesh={"pp": 2, "shard": 2}, specs=(ZERO,), stages=TWO_STAGES,
+    rows=((5, 6), (7,), (3, 1, 5), (13,), (4,), (8,), (2, 6), (9,)),
+)  # fmt: skip
+BY_ROUND = replace(CUT, specs=(ZERO | {"stage": 2},))
+STAGED = {
+    "stage 1": CUT,
+    "stage 1, chunks": replace(CUT, order=CHUNKS, stages=FOUR_STAGES),
+    "stage 2": BY_ROUND,
+    "stage 2, chunks": replace(BY_ROUND, order=CHUNKS, stages=FOUR_STAGES),
+    "stage 2, weights apart": replace(BY_ROUND, order=SPLIT_PASS),
+    "both ends on one rank": replace(BY_ROUND, order={"name": "zbv"}, stages=FOUR_STAGES),
+}
+
+
+def staged_logged(rank: int, world_size: int, cases: Sequence[StagedCase]):
+    """Of each case what the data axis exchanged in the second step."""
+    init_logged("gloo", dist.PrefixStore("logged", current_store()), rank, world_size)
+    found = []
+    for case in cases:
+        model = build_staged(rank, world_size, case)
+        pipeline, optimizer = PipelineStep(model, torch.device("cpu")), optimizer_of(model)
+        log = CommLog(rank)
+        for number in range(2):
+            log.clear()
+            with log.step(number):
+                pipeline.run(step_of(case, model, number))
+                model.finish_step()
+                optimizer.step(1e-3, norm=torch.ones(()))
+                model.data.finish_update()
+        found.append([row for row in log.seen(KINDS) if row[0] == "shard"])
+    return found
+
+
+def lowered(case: StagedCase, rank: int) -> list[tuple[str, str, int]]:
+    """The same from the program of the second step."""
+    mesh, order = Mesh(dict(case.mesh)), build("pipeline", dict(case.order))
+    stages = [[f"model.layers.{at}" for at in range(*stage)] for stage in case.stages]
+    stages[0], stages[-1] = ["model.embed_tokens", *stages[0]], [*stages[-1], "model.norm"]
+    tokens = [len(row.tokens_S) for row in rows_of(case, 1)]
+    specs = [build("data", {k: v for k, v in spec.items() if k != "family"}) for spec in case.specs]
+    work = model_work(CONFIG, tokens[:: mesh.degree("shard")])
+    program = lower(work, mesh, order, specs, grain="unit", stages=stages)
+    actions = (action for action in program.of(rank) if isinstance(action, Collective))
+    return [(a.axis, a.collective, int(a.payload_bytes)) for a in actions]
+
+
+@pytest.mark.dist
+def test_a_cut_update_beside_stages_exchanges_what_was_lowered():
+    """Once a step, or once a round: the micro-batches that a stage takes before another does."""
+    results = run_ranks(staged_logged, 4, list(STAGED.values()), backend=None)
+    for rank, outcomes in enumerate(results):
+        for (name, case), seen in zip(STAGED.items(), outcomes):
+            expected = lowered(case, rank)
+            assert Counter(seen) == Counter(expected), (name, rank)
+    # four micro-batches a data rank, two layers and the embedding on the first rank
+    reductions = [sum(kind == "reduce_scatter" for _, kind, _ in seen) for seen in results[0]]
+    assert reductions[:4] == [3, 3, 12, 6]

@@ -20,6 +20,7 @@ from phalanx.models.spec import LoraSpec, small_config
 from phalanx.policies.data.replicate import Replicate
 from phalanx.policies.data.zero import Zero
 from phalanx.worlds.logged_group import device_mesh, init_logged
+from tests.engines.pipeline_cases import StagedCase, train_staged
 from tests.engines.tensor_cases import (
     FSDP,
     MEGATRON,
@@ -87,6 +88,29 @@ def test_a_cut_update_trains_adapters_as_one_process():
             for name, weight in expected.weights.items():
                 torch.testing.assert_close(found.weights[name], weight, rtol=0, atol=1e-9)
             assert not (found.changed or found.misplaced)
+
+
+THREE_LAYERS = (CONFIG.layer_kinds[0], *CONFIG.layer_kinds)
+BOTH_ENDS = StagedCase(
+    config=replace(CONFIG, tied_head=False, layer_kinds=THREE_LAYERS),
+    mesh={"shard": 2, "pp": 2}, specs=(ZERO_2,),
+    stages=[[0, 1], [1, 2], [2, 3], [3, 3]], steps=2,
+    rows=((5, 6), (7,), (3, 1, 5), (13,), (4,), (8,), (2, 6), (9,)),
+)  # fmt: skip
+HANAYO = {"name": "hanayo", "waves": 1}
+V_SHAPES = [replace(BOTH_ENDS, order=order) for order in ({"name": "zbv"}, HANAYO)]
+
+
+@pytest.mark.dist
+def test_both_ends_of_a_pipeline_on_one_rank_reduce_by_rounds_of_their_own():
+    """Embedding and head are one unit there, whose passes do not end together."""
+    expected = train_plain(BOTH_ENDS)
+    for outcomes in run_ranks(train_staged, 4, V_SHAPES, backend=None):
+        for case, found in zip(V_SHAPES, outcomes):
+            assert found.losses == pytest.approx(expected.losses, rel=1e-9), case.order
+            assert found.norms == pytest.approx(expected.norms, rel=1e-9), case.order
+            for name, weight in found.weights.items():
+                torch.testing.assert_close(weight, expected.weights[name], rtol=0, atol=1e-9)
 
 
 # ---- memory --------------------------------------------------------------------------------------
