@@ -46,7 +46,7 @@ SYSTEM = System(
             "(tests/engines/test_tensor_traced.py)."
         ),
         (
-            "Not run: NCCL; overlap of exchange and product is not built; expert "
+            "Not run: NCCL, so what overlap of exchange and product gains is not known; expert "
             "parallelism neither."
         ),
     ),
