@@ -147,6 +147,10 @@ class Order(Policy, ABC):
         ranks take turns; with fewer the schedule exists, and idles more than it computes."""
         return max(num_ranks, self.least_items(num_ranks))
 
+    def most_items(self, num_ranks: int) -> int | None:
+        """Most micro-batches of a step for which this schedule exists; None: any number."""
+        return None
+
     @abstractmethod
     def order(self, num_ranks: int, num_items: int) -> list[list[Step]]:
         """The list of each rank.

@@ -99,9 +99,14 @@ def with_rows(options: str | Mapping[str, Any], folder: str | Path = ".") -> Any
         folder: that a relative file is looked for in.
 
     Raises:
-        PhalanxError: as `read_schedule`; `job/unknown-key` for a file and rows at once.
+        PhalanxError: as `read_schedule`; `job/unknown-key` for a file and rows at once,
+            `job/missing` for neither.
     """
-    if not isinstance(options, Mapping) or "file" not in options or options.get("name") != "listed":
+    name = options.get("name") if isinstance(options, Mapping) else options
+    if name == "listed" and (isinstance(options, str) or not {"file", "rows"} & set(options)):
+        rule = 'a listed schedule needs a file (file = "order.csv"), or its rows'
+        raise JobError("job/missing", "plan.pipeline.file", None, rule)
+    if not isinstance(options, Mapping) or "file" not in options or name != "listed":
         return options
     if "rows" in options:
         rule = "rows are given already"

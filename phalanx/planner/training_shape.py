@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from math import lcm, prod
 from typing import Any
 
+from phalanx.check_order import check_order
 from phalanx.cost.local_shapes import local_config
 from phalanx.cost.training import Pipeline, Workload, row_tokens_for
 from phalanx.cost.training import row_multiple as filled_up_to
@@ -172,6 +173,7 @@ def training_shape(job: Job, config: DecoderConfig, num_ranks: int) -> TrainingS
         JobError: `mesh/product`.
         PlanError: `plan/illegal` for an axis that training cannot use or no policy uses, a degree
             that the model cannot be cut by, or weights that are gathered beside a pipeline.
+        CheckError: for a schedule that lacks passes or can never finish.
     """
     job = _with_data(with_layout(job, config, num_ranks))
     mesh = mesh_of(job, num_ranks)
@@ -190,6 +192,7 @@ def training_shape(job: Job, config: DecoderConfig, num_ranks: int) -> TrainingS
     if (degree := mesh.degree(PIPELINE_AXIS)) > 1:
         _require_whole_weights(mesh, specs)
         order: Order = _built(order_table)
+        _require_runnable(order, degree)
         lora, wanted = lora_of(job, config), order.num_stages(degree)
         stages = job_stages(config, wanted, degree, job.plan.stages, lora=lora)
         shape = replace(shape, order_table=order_table, order=order, stages=stages)
@@ -201,6 +204,14 @@ def training_shape(job: Job, config: DecoderConfig, num_ranks: int) -> TrainingS
         tables = [table for table in tables if table["family"] != "data"]
         shape = replace(shape, tables=tables, specs=[s for s in specs if s.family != "data"])
     return shape
+
+
+def _require_runnable(order: Order, num_ranks: int) -> None:
+    """Refuse a schedule that lacks passes or can never finish (`check_order`), as one that
+    somebody wrote may."""
+    num_stages, num_items = order.num_stages(num_ranks), order.wanted_items(num_ranks)
+    lists = order.order(num_ranks, num_items)
+    check_order(lists, num_stages, num_items, order.rank_of_stage(num_ranks))
 
 
 def pipeline_of(role: RoleProgram, config: DecoderConfig) -> Pipeline:
@@ -332,13 +343,24 @@ def row_plan(job: Job, longest: int, shape: TrainingShape, device: str) -> dict[
 def require_items(job: Job, work: Workload, shape: TrainingShape) -> None:
     """Refuse a job none of whose steps has enough micro-batches for its schedule, or gives every
     rank of the pipeline one; a step that has fewer than others is filled up, or leaves ranks idle.
+    And one with more of them than a written schedule has.
 
     Raises:
         PlanError: `plan/illegal`, naming the tokens of a step that would suffice.
     """
-    order, num_ranks = shape.order, shape.pipeline_degree
-    wanted = 1 if order is None else order.wanted_items(num_ranks)
-    if order is None or work.most_items >= wanted:
+    order, num_ranks, tokens = shape.order, shape.pipeline_degree, job.train.global_batch_tokens
+    if order is None:
+        return
+    wanted, most = order.wanted_items(num_ranks), order.most_items(num_ranks)
+    if most is not None and work.most_items > most:
+        rule = (
+            f"a step has up to {work.most_items} micro-batches on each of {shape.num_data_ranks} "
+            f"data ranks, and plan.pipeline is written for {most}: smaller steps or longer rows "
+            "(plan.row_tokens)"
+        )
+        legal = [most * work.row_limit * shape.num_data_ranks]
+        raise PlanError("plan/illegal", "train.global_batch_tokens", tokens, rule, legal=legal)
+    if work.most_items >= wanted:
         return
     count = f"{work.most_items} micro-batch{'es' * (work.most_items > 1)}"
     rule = (
@@ -347,5 +369,5 @@ def require_items(job: Job, work: Workload, shape: TrainingShape) -> None:
         "shorter rows (plan.row_tokens) or fewer stages"
     )
     rule += "" if shape.least_items > 1 else "; gpipe takes any number"
-    tokens, enough = job.train.global_batch_tokens, wanted * work.row_limit * shape.num_data_ranks
+    enough = wanted * work.row_limit * shape.num_data_ranks
     raise PlanError("plan/illegal", "train.global_batch_tokens", tokens, rule, legal=[enough])

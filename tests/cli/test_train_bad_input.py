@@ -154,6 +154,7 @@ def test_a_job_that_cannot_run_says_which_key_and_what_is_legal(refused, flags, 
 
 
 FULL = {"train.method": "full", "plan.mesh": "{pp=2}"}
+ONE_ITEM = "{name='listed', rows=['0F0,0B0', '1F0,1B0']}"
 RING = {"plan.mesh": "{cp=2}", "plan.context": "ring"}
 
 
@@ -170,6 +171,22 @@ RING = {"plan.mesh": "{cp=2}", "plan.context": "ring"}
             "train.global_batch_tokens = 300: a step has 2 micro-batches",
             "1024",
         ),
+        (
+            FULL | {"plan.pipeline": ONE_ITEM, "plan.row_tokens": 256},
+            "train.global_batch_tokens = 300: a step has up to 2 micro-batches",
+            "256",
+        ),
+        (
+            FULL | {"plan.pipeline": "{name='listed', rows=['0F0,0B0']}"},
+            "ranks of the pipeline = 2: the schedule is written for 1",
+            "1",
+        ),
+        (
+            FULL | {"plan.pipeline": "{name='listed', rows=['0F0,0B0', '1F0']}"},
+            "1B0: is missing",
+            "",
+        ),
+        (FULL | {"plan.pipeline": "listed"}, "plan.pipeline.file: a listed schedule needs", ""),
         (
             FULL | {"plan.row_tokens": 512},
             "train.global_batch_tokens = 300: a step has 1 micro-batch of up to 512 tokens",

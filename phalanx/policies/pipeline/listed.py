@@ -44,7 +44,12 @@ class Listed(Order):
         return len(self.rows), self.least_items(len(self.rows))
 
     def num_stages(self, num_ranks: int) -> int:
-        """The highest stage of the rows, and all below it."""
+        """The highest stage of the rows, and all below it.
+
+        Raises:
+            PlanError: `order/illegal` for another number of ranks than rows.
+        """
+        _require_written("ranks of the pipeline", num_ranks, len(self.rows))
         return max(step.stage for steps in self._lists() for step in steps) + 1
 
     def rank_of_stage(self, num_ranks: int) -> tuple[int, ...]:
@@ -67,6 +72,10 @@ class Listed(Order):
         """What is written down is what is wanted."""
         return self.least_items(num_ranks)
 
+    def most_items(self, num_ranks: int) -> int:
+        """As many as the rows have."""
+        return self.least_items(num_ranks)
+
     def order(self, num_ranks: int, num_items: int) -> list[list[Step]]:
         """The list of each rank.
 
@@ -75,11 +84,9 @@ class Listed(Order):
                 pass.
         """
         require_sizes(num_ranks, num_items)
-        asked = (("num_ranks", num_ranks), ("num_items", num_items))
-        for (name, value), only in zip(asked, self.only_size):
-            if value != only:
-                rule = f"the schedule is written for {only}"
-                raise PlanError("order/illegal", name, value, rule, legal=[only])
+        ranks, items = self.only_size
+        _require_written("ranks of the pipeline", num_ranks, ranks)
+        _require_written("micro-batches of a step", num_items, items)
         return self._lists()
 
     def _lists(self) -> list[list[Step]]:
@@ -90,6 +97,12 @@ class Listed(Order):
         if not any(lists):
             raise PlanError("order/missing", "rows", shown(self.rows), "there is no pass")
         return lists
+
+
+def _require_written(name: str, value: int, written: int) -> None:
+    if value != written:
+        rule = f"the schedule is written for {written}"
+        raise PlanError("order/illegal", name, value, rule, legal=[written])
 
 
 def _parsed(rank: int, at: int, cell: str) -> Step:

@@ -26,8 +26,8 @@ def test_any_schedule_survives_being_written_down(drawn: Drawn):
 @pytest.mark.parametrize(
     ("rows", "size", "where", "legal"),
     [
-        (["0F0,0B0", "1F0,1B0"], (3, 1), "num_ranks = 3", (2,)),
-        (["0F0,0B0", "1F0,1B0"], (2, 4), "num_items = 4", (1,)),
+        (["0F0,0B0", "1F0,1B0"], (3, 1), "ranks of the pipeline = 3", (2,)),
+        (["0F0,0B0", "1F0,1B0"], (2, 4), "micro-batches of a step = 4", (1,)),
         (["0F0,0B0", "1F0,1X0"], (2, 1), "rows[1], cell 1 = '1X0'", ("0F0",)),
         (["0F0,0B0", "1F-1"], (2, 1), "rows[1], cell 0", ("0F0",)),
         (["", " , "], (2, 1), "rows", ()),
