@@ -178,7 +178,7 @@ def _price(
         document |= {"file": file_table(question.foreign)}
     emit(versioned("plan", **document), json_file, show)
     if not priced.fits:
-        raise typer.Exit(1)
+        raise typer.Exit(1 if priced.can_say else 2)
 
 
 def _lock(priced: PricedJob, output: str) -> str:

@@ -58,6 +58,11 @@ class PricedJob:
         return any(each.fits for each in self.answers)
 
     @property
+    def can_say(self) -> bool:
+        """Whether what is known decides the question: a budget needs prices."""
+        return self.fits or any(each.verdict != "no price" for each in self.answers)
+
+    @property
     def best(self) -> Answer | None:
         """The cluster that the job's objective prefers, of those that fit."""
         minimise = self.job.objective.minimise

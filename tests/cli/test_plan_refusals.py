@@ -151,3 +151,10 @@ def test_counts_of_very_large_clusters_are_read_at_a_glance(capsys):
     assert not any(word.isdecimal() and len(word) > 3 for word in text.split())
     assert plan("qwen3-8b", "--serve", "--on", "7xh100", "--rate", "1", "--ttft", "1 s") == 0
     assert "1 devices" not in capsys.readouterr().out
+
+
+def test_a_budget_without_prices_cannot_be_answered(capsys):
+    words = ("--seq", "4k", "--global-tokens", "64k", "--tokens", "100M", "--budget", "100")
+    assert plan("qwen3-8b", *words, "--on", "8xgh200-alps") == 2
+    assert "no price" in capsys.readouterr().out
+    assert plan("qwen3-8b", *words, "--on", "8xgh200-alps,1xh100") in (0, 1)
