@@ -208,7 +208,7 @@ def memory_terms(
     activations = work.longest_row / work.context_degree * saved_per_token
     rows = 2.0 * head_rows * config.hidden_size * (itemsize + 4)
     chunk = min(LOGIT_CHUNK_BYTES, head_rows * config.vocab_size * itemsize)
-    activations += _cast_bytes(work, units, itemsize)
+    activations += _cast_bytes(units, itemsize)
     alive = {
         "loss": {"activations": activations, "logits": chunk + rows},
         "first layer": {"activations": activations, "logits": rows},
@@ -221,11 +221,10 @@ def memory_terms(
     return max(moments, key=lambda terms: sum(terms.values()))
 
 
-def _cast_bytes(work: Workload, units: Sequence[Unit], itemsize: int) -> float:
-    """Adapters in the dtype of the activations, which every product keeps for its backward pass;
-    gathered ones have it already."""
-    whole = [u for u in units if u.rule is None and work.lora is not None]
-    return float(itemsize < 4) * itemsize * sum(u.trained for u in whole)
+def _cast_bytes(units: Sequence[Unit], itemsize: int) -> float:
+    """Adapters in the dtype of the activations, which every product keeps for its backward pass,
+    where they are stored in a wider one."""
+    return itemsize * sum(u.trained for u in units if u.grad_itemsize > itemsize)
 
 
 def _gathered_bytes(units: Sequence[Unit]) -> dict[str, dict[str, float]]:

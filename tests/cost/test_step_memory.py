@@ -127,6 +127,10 @@ def test_adapters_that_no_shard_gathers_have_float32_gradients_and_are_kept_cast
     saved = 500 * saved_bytes_per_token(CONFIG, step, "none")
     assert whole["activations"] == saved + 2 * num_trained and sharded["activations"] == saved
     assert whole["gradients"] == 4 * num_trained
+    units = units_of(CONFIG, step, [build("data", "replicate")], Mesh(replicate=2), 2)
+    stored_alike = memory_terms(CONFIG, step, units, reduce_bytes=2)
+    assert stored_alike["activations"] == saved
+    assert stored_alike["gradients"] == 2 * num_trained
 
 
 def test_the_head_s_gradient_and_its_product_are_whole_beside_activations():
