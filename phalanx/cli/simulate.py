@@ -11,6 +11,7 @@ from phalanx.cli._plan_options import On
 from phalanx.cli._plan_toy import verdict
 from phalanx.cli.job import FLAGS
 from phalanx.cli.output import JsonFile, emit, progress, show_report, versioned, write
+from phalanx.errors import JobError
 
 if TYPE_CHECKING:
     from phalanx.plan import RoleProgram
@@ -30,6 +31,9 @@ def simulate(
     context: typer.Context,
     job: Annotated[str, typer.Argument(metavar="JOB | MODEL", help="Job file (TOML), or a model.")],
     on: On = "",
+    plan: Annotated[
+        str, typer.Option("--plan", metavar="FILE", help="Play the layout of a plan.json.")
+    ] = "",
     trace: Annotated[str, typer.Option("--trace", help="Write a trace for ui.perfetto.dev.")] = "",
     picture: Annotated[
         str, typer.Option("--picture", help="Draw the step's timeline: FILE.png or FILE.svg.")
@@ -54,6 +58,8 @@ def simulate(
     from phalanx.planner.step_picture import pass_spans, timeline_text
 
     if documents:
+        if plan:
+            raise JobError("job/syntax", "--plan", plan, "means nothing beside --documents")
         read = read_job(job, context.args)
         found = simulate_documents(read, read_documents(documents), on)
         _write_files(found.trace, found.spans(), found.report.title, trace, picture)
@@ -65,7 +71,7 @@ def simulate(
 
         emit(document, json_file, show_documents)
         return
-    _, planned, simulated = plan_job(job, context.args, on)
+    _, planned, simulated = plan_job(job, context.args, on, plan)
     spans = pass_spans(simulated.trace, planned.program.mesh)
     _write_files(lambda: simulated.trace, spans, simulated.report.title, trace, picture)
     if schedule:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from phalanx.errors import JobError
 from phalanx.hardware import machine_names
 from phalanx.job import Job, load_job, parse_flags
 from phalanx.models.config import DecoderConfig
 from phalanx.models.named import preset_names
+from phalanx.plan import Plan
+from phalanx.planner.lockfile import laid_out
 from phalanx.planner.make import Planned, make_plan
 from phalanx.planner.models import priced_model
 from phalanx.planner.simulate import Simulated, simulate
@@ -17,28 +20,41 @@ from phalanx.planner.simulate import Simulated, simulate
 _EXAMPLES = ("a100-80g", "b200", "h100", "mi300x", "v5p")
 
 
-def plan_job(path: str, arguments: Sequence[str], on: str = "") -> tuple[Job, Planned, Simulated]:
+def plan_job(
+    path: str, arguments: Sequence[str], on: str = "", lockfile: str = ""
+) -> tuple[Job, Planned, Simulated]:
     """Load, plan and simulate.
 
     Args:
         path: job file, or a model.
         arguments: dotted flags.
         on: cluster shorthand, instead of the job's.
+        lockfile: a plan of the training role, whose layout and devices are those of the step.
 
     Raises:
         JobError, PlanError, CheckError: from any of the steps.
     """
-    job = read_job(path, arguments)
-    return job, *simulate_job(job, on)
+    plan = Plan.load(lockfile) if lockfile else None
+    job = read_job(path, arguments, laid_out(plan) if plan else None)
+    return job, *simulate_job(job, on or (_devices_of(plan) if plan else ""))
 
 
-def read_job(target: str, arguments: Sequence[str]) -> Job:
+def _devices_of(plan: Plan) -> str:
+    """The cluster that a plan was made for, in shorthand."""
+    pool = plan.pools[plan.program("train").pool]
+    return f"{len(pool.devices)}x{pool.machine}"
+
+
+def read_job(target: str, arguments: Sequence[str], layout: Mapping[str, Any] | None = None) -> Job:
     """The job of a file (TOML), or one of flags alone for a model.
+
+    Args:
+        layout: keys of `[plan]`, unless the flags say otherwise.
 
     Raises:
         JobError: from `load_job`.
     """
-    flags = parse_flags(arguments)
+    flags: dict[str, Any] = {**(layout or {}), **parse_flags(arguments)}
     if target.endswith(".toml") or Path(target).is_file():
         return load_job(target, flags)
     return load_job(None, {"model.name": target} | flags)

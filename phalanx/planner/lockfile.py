@@ -109,6 +109,12 @@ def layout_keys(plan: Plan, job: Job) -> dict[str, Any]:
         called = machine_called(str(here["machine"]).split(",")[0])
         here |= {"machine": called.name} if called is not None else {}
     plan.require_here(here, job.result_key)
+    return laid_out(plan)
+
+
+def laid_out(plan: Plan) -> dict[str, Any]:
+    """The same keys, wherever the plan is to be played."""
+    role = plan.program("train")
     keys: dict[str, Any] = {
         "plan.mesh": dict(role.mesh),
         "plan.data": _options(role, "data"),

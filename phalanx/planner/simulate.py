@@ -100,4 +100,7 @@ def _byte_rows(report: Report, trace: Trace, ranks: list[int]) -> None:
 def _priced(planned: Planned) -> str:
     if hasattr(planned.cost, "seconds"):
         return "seconds from the job's table of costs"
-    return f"rates of {planned.cluster.machine.title}"
+    return (
+        f"rates of {planned.cluster.machine.title} as they stand, to compare orders and layouts; "
+        "`phalanx plan` prices programs, which reach less of them"
+    )

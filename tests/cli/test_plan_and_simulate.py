@@ -102,3 +102,21 @@ def test_plan_and_simulate_count_the_same_memory_of_a_device(capsys, tmp_path):
     rows = {row["quantity"]: row["value"] for row in report["rows"]}
     usable = read_machine("h100").usable_bytes
     assert rows["memory, limit of a device"] == usable
+
+
+def test_the_layout_of_a_lockfile_is_played_on_its_devices(capsys, tmp_path):
+    lockfile, words = str(tmp_path / "plan.json"), ["--train.method", "full"]
+    rows = ["--seq", "4k", "--global-tokens", "128k", "--on", "8xh100", "-o", lockfile]
+    assert run(["plan", "llama-3.1-8b", *rows, *words]) == 0
+    role = Plan.load(lockfile).program("train")
+    capsys.readouterr()
+    tokens = ["--train.global_batch_tokens", str(128 * 1024), "--json", "-"]
+    assert run(["simulate", "llama-3.1-8b", "--plan", lockfile, *words, *tokens]) == 0
+    report = json.loads(capsys.readouterr().out)["report"]
+    assert report["title"] == "job on 8xh100"
+    told = {row["quantity"]: row["value"] for row in report["rows"]}
+    assert told["tokens of a step"] == 128 * 1024
+    axes = [axis for axis, degree in role.mesh.items() if degree > 1]
+    assert axes and all(f"bytes sent on {axis}, busiest rank" in told for axis in axes)
+    assert run(["simulate", "llama-3.1-8b", "--plan", str(tmp_path / "none.json")]) == 2
+    assert "plan/format" in capsys.readouterr().err
