@@ -98,7 +98,8 @@ def _library_bytes(process: Process, bench: OperatorBench, baseline_bytes: int) 
     if process.device.type == "cpu":
         runtime_bytes = _settled_bytes()
         bench.meet_shapes()
-        held["kernels"] = process.mean(_settled_bytes() - runtime_bytes)
+        # less than none is what the heap gave back meanwhile
+        held["kernels"] = max(0.0, process.mean(_settled_bytes() - runtime_bytes))
         held["runtime"] = process.mean(runtime_bytes - baseline_bytes)
         held["baseline"] = process.mean(baseline_bytes)
     return {name: Rate(num_bytes, "byte") for name, num_bytes in held.items()}

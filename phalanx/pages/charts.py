@@ -83,8 +83,7 @@ def memory_stack(memory: MemoryStack, theme: Theme) -> Any:
     unit = shown(sum(memory.terms.values()), "bytes").unit
     scale = {"TiB": 2.0**40, "GiB": 2.0**30, "MiB": 2.0**20, "KiB": 2.0**10, "B": 1.0}[unit]
     left = 0.0
-    terms = [term for term in _largest_first(memory) if term[1] > 0.0]
-    for at, (name, value) in enumerate(terms):
+    for at, (name, value) in enumerate(_largest_first(memory)):
         colour = _TERM_COLOURS[at % len(_TERM_COLOURS)]
         hatch = "" if at < len(_TERM_COLOURS) else "////"
         label = f"{name} {shown(value, 'bytes')}"
@@ -119,7 +118,9 @@ def memory_stack(memory: MemoryStack, theme: Theme) -> Any:
 
 
 def _largest_first(memory: MemoryStack) -> list[tuple[str, float]]:
-    return sorted(memory.terms.items(), key=lambda term: -term[1])
+    """The terms that there are; what is nothing is neither drawn nor told."""
+    terms = [term for term in memory.terms.items() if term[1] > 0.0]
+    return sorted(terms, key=lambda term: -term[1])
 
 
 def memory_alt(memory: MemoryStack) -> str:

@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 
 import phalanx
 from phalanx.pages import strips, terminal
+from phalanx.pages.charts import memory_alt
 from phalanx.pages.content import (
+    MemoryStack,
     compared,
     gate_text,
     groups,
@@ -258,3 +260,11 @@ def test_our_functions_are_drawn_as_what_they_do(operator, kind):
     about = {"lane": "thread1", "layer": "model.layers.0"}
     builder.add(**about, operator=operator, start_s=0.0, dur_s=0.5)
     assert strips.seconds_by_kind(builder.build(), 0) == {kind: 0.5}
+
+
+def test_memory_is_told_by_the_terms_that_there_are():
+    terms = {"gathered": 0.0, "weights": 2.0**20, "activations": 3 * 2.0**20}
+    told = memory_alt(MemoryStack(terms=terms, measured_bytes=2.0**22))
+    assert told == (
+        "Predicted for one process: 4 MiB = activations 3 MiB, weights 1 MiB. Measured peak: 4 MiB."
+    )
