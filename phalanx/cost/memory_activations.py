@@ -82,6 +82,33 @@ def layer_bytes(
     return total
 
 
+def output_bytes(layers: Sequence[LayerShape], hidden: int, adapters: str = "") -> LayerBytes:
+    """Of what trained operators put out, of all given layers: matrices, and norms that are trained.
+
+    Args:
+        adapters: as in `layer_bytes`.
+    """
+    total = LayerBytes()
+    for layer in layers:
+        stream = inner = routed = routed_inner = 0.0
+        adapted = layer.attention if adapters == "attention" else layer
+        for product in adapted.products(hidden):
+            elements = ITEM_BYTES * product.outputs * product.active
+            is_cut = product.split == "column"
+            if product.is_expert:
+                routed += elements * (not is_cut)
+                routed_inner += elements * is_cut
+            else:
+                stream += elements * (not is_cut)
+                inner += elements * is_cut
+        stream += 0.0 if adapters else ITEM_BYTES * hidden * layer.norms
+        each = LayerBytes(
+            stream=stream, inner=inner, routed_stream=routed, routed_inner=routed_inner
+        )
+        total = total.plus(each, layer.count)
+    return total
+
+
 def _read_by(products: Iterable[Product]) -> LayerBytes:
     """Elements that matrices read of a token, each on its own."""
     stream = inner = routed = routed_inner = 0.0
@@ -171,3 +198,17 @@ def chunks_in_flight(
     }
     held = np.choose(schedule, [np.broadcast_to(by_name[name], rank.shape) for name in SCHEDULES])
     return np.minimum(held, num_micro)
+
+
+def chunks_waiting(schedule: Column, pipeline: Column, rank: Column, num_micro: Column) -> Column:
+    """Micro-batches of a whole stage between their input and their weight gradients at that peak.
+
+    Zero-bubble r + 1, but none on the first rank, whose stage does all in the second pass; ZB-V
+    p - 1/2 on the last rank, 1/2 on others; DualPipeV and those that part nothing none.
+    Source: the lists of `policies.pipeline` for p = 2, 4, 8, counted.
+    """
+    later = np.where(rank > 0, rank + 1.0, 0.0)
+    folded = np.where((rank == pipeline - 1) & (pipeline > 1), pipeline - 0.5, 0.5)
+    waiting = np.where(schedule == SCHEDULES.index("zero-bubble"), later, 0.0)
+    waiting = np.where(schedule == SCHEDULES.index("zbv"), folded, waiting)
+    return np.minimum(waiting, num_micro)

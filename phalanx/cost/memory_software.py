@@ -57,6 +57,8 @@ class MemoryProfile:
             an exchange with another pipeline rank holds it back.
         keeps_gathered_keys: what a context axis gathers of keys and values is kept by every layer
             for its backward pass; else it is gathered again.
+        keeps_waiting_outputs: where a schedule parts the backward pass, gradients of what trained
+            operators put out are kept between its parts.
         working_frac: buffers of a layer's backward pass over what that layer keeps.
         fragmentation_frac: memory the allocator holds beyond tensors that come and go.
         context_bytes: of the driver's context, libraries and their communicators.
@@ -101,6 +103,7 @@ class MemoryProfile:
     token_copies: float = 1.0
     late_copies: float = 0.0
     keeps_gathered_keys: bool = False
+    keeps_waiting_outputs: bool = False
     working_frac: float = 0.5
     fragmentation_frac: float = 0.05
     context_bytes: float = 1.5e9

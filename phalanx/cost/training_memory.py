@@ -12,14 +12,21 @@ Bars: 5th and 95th percentile of published over predicted memory by software
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import erf, sqrt
 from typing import Protocol
 
 import numpy as np
 
-from phalanx.cost.memory_activations import ITEM_BYTES, LayerBytes, chunks_in_flight, layer_bytes
+from phalanx.cost.memory_activations import (
+    ITEM_BYTES,
+    LayerBytes,
+    chunks_in_flight,
+    chunks_waiting,
+    layer_bytes,
+    output_bytes,
+)
 from phalanx.cost.memory_software import NORMAL_95, MemoryProfile, memory_profile
 from phalanx.cost.memory_stages import Stage, Stages, even_stages, stages_by_cost
 from phalanx.cost.memory_states import state_bytes
@@ -128,10 +135,10 @@ def training_memory(
         plans.precision, plans.method
     )
     columns = {name: column + 0 for name, column in plans.columns().items()}
-    kept = _kept_by_kind(shape, profile, plans)
+    kept = _by_kind(shape, profile, plans)
     stages = _stages(shape, columns, profile)
     places = [
-        _terms_at(shape, plans, columns, profile, kept, stage)
+        _terms_at(shape, plans, columns, profile, *kept, stage)
         for stage in (stages.first, stages.second, stages.head)
     ]
     peaks = np.stack([sum(terms.values()) for terms, _ in places])
@@ -163,17 +170,16 @@ def _chunks(columns: Mapping[str, Column]) -> Column:
     return np.where(np.isin(columns["schedule"], has_chunks), columns["virtual"], 1)
 
 
-def _kept_by_kind(
+def _by_kind(
     shape: ModelShape, profile: MemoryProfile, plans: TrainingPlans
-) -> tuple[LayerBytes, LayerBytes]:
-    """Of all layers without and of all with experts."""
+) -> tuple[list[LayerBytes], list[LayerBytes]]:
+    """What is kept, and what is put out, of all layers without and of all with experts."""
     adapters = profile.adapters if plans.method == "lora" else ""
-    has_experts = [layer.feed_forward.num_experts > 0 for layer in shape.layers]
-    dense = [layer for layer, mixed in zip(shape.layers, has_experts) if not mixed]
-    mixed = [layer for layer, mixed in zip(shape.layers, has_experts) if mixed]
+    dense = [layer for layer in shape.layers if not layer.feed_forward.num_experts]
+    mixed = [layer for layer in shape.layers if layer.feed_forward.num_experts]
     return (
-        layer_bytes(dense, shape.hidden, profile, adapters),
-        layer_bytes(mixed, shape.hidden, profile, adapters),
+        [layer_bytes(each, shape.hidden, profile, adapters) for each in (dense, mixed)],
+        [output_bytes(each, shape.hidden, adapters) for each in (dense, mixed)],
     )
 
 
@@ -182,7 +188,8 @@ def _terms_at(
     plans: TrainingPlans,
     columns: Mapping[str, Column],
     profile: MemoryProfile,
-    kept: tuple[LayerBytes, LayerBytes],
+    kept: Sequence[LayerBytes],
+    put_out: Sequence[LayerBytes],
     stage: Stage,
 ) -> tuple[dict[str, Column], Column]:
     """Terms of one pipeline rank of each plan, and what it has in host memory."""
@@ -222,6 +229,12 @@ def _terms_at(
     keys = _gathered_keys(shape, columns, profile, tokens)
     kept_keys = np.where(recompute == RECOMPUTE.index("full"), 1.0, held * stage.layers) * keys
     activations = held * (each + once) + again + kept_keys
+    if profile.keeps_waiting_outputs:
+        outputs = (_kept(each, columns, tokens, per_stream)[0] for each in put_out)
+        waiting = chunks_waiting(
+            columns["schedule"], columns["pipeline"], stage.rank, columns["num_micro"]
+        )
+        activations = activations + waiting * sum(map(np.multiply, shares, outputs))
     logits = _logits(shape, columns, profile, tokens, per_stream) * stage.has_head
     buffers = profile.working_frac * one_layer + _exchange(shape, columns, profile, tokens)
     moving = activations + logits + buffers + states.gathered

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from phalanx.cost.memory_activations import chunks_in_flight
+from phalanx.cost.memory_activations import chunks_in_flight, chunks_waiting, output_bytes
 from phalanx.cost.memory_software import memory_profile, memory_software_names
 from phalanx.cost.memory_stages import even_stages, stages_by_cost
 from phalanx.cost.model_shape import (
@@ -211,3 +211,55 @@ def test_gathered_keys_are_kept_by_every_layer_where_our_attention_keeps_them(wi
     again = [activations("phalanx", kind, "full") for kind in (0, 1)]
     assert again[0] - again[1] == pytest.approx(gathered)
     assert activations("megatron", 0) == activations("megatron", 1)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "policy", "per_rank"),
+    [("zero-bubble", "zero_bubble", 1), ("zbv", "zbv", 2), ("dualpipe-v", "dualpipe_v", 2)],
+)
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_waiting_weight_gradients_are_those_of_the_lists_at_their_peak(
+    schedule, policy, per_rank, ranks
+):
+    """Of first, second and last rank; a waiting stage takes two thirds of one that is kept."""
+    for rank in {0, 1, ranks - 1}:
+        kept = waiting = 0
+        peak = (0.0, 0)
+        for each in build("pipeline", policy).order(ranks, 4 * ranks)[rank]:
+            parts = each.stage > 0  # the first stage does all in its second pass
+            kept += {"F": 1, "I": 0}.get(each.kind, -1)
+            waiting += parts * {"I": 1, "W": -1}.get(each.kind, 0)
+            peak = max(peak, (kept + 0.65 * waiting, waiting))
+        place = [np.array([each]) for each in (SCHEDULES.index(schedule), ranks, rank, 4 * ranks)]
+        found = chunks_waiting(*place).item() * per_rank
+        assert found == pytest.approx(peak[1], abs=0.5 if per_rank == 2 else 0)
+
+
+def test_outputs_that_wait_are_those_of_trained_operators_by_hand():
+    """A Llama 3 8B layer: q 4096, k and v 1024 each, gate and up 14336 each; o, down, two norms."""
+    layer = llama(1, 4096, 32, 8, 14336, 1000).layers
+    inner, stream = 4096 + 2 * 1024 + 2 * 14336, 2 * 4096
+    whole = output_bytes(layer, 4096)
+    assert (whole.inner, whole.stream) == (2 * inner, 2 * (stream + 2 * 4096))
+    tuned = output_bytes(layer, 4096, "all")
+    assert (tuned.inner, tuned.stream) == (2 * inner, 2 * stream)
+    attention = output_bytes(layer, 4096, "attention")
+    assert (attention.inner, attention.stream) == (2 * (4096 + 2 * 1024), 2 * 4096)
+
+
+def test_a_parted_backward_pass_takes_more_on_the_last_rank_of_our_trainer_alone():
+    shape = llama(32, 4096, 32, 8, 14336, 128256)
+    more = {}
+    for software in ("phalanx", "megatron"):
+        peaks = [
+            training_memory(
+                shape,
+                TrainingPlans(
+                    pipeline=4, num_micro=16, row_tokens=4096, software=software,
+                    schedule=SCHEDULES.index(schedule),
+                ),
+            ).terms["activations"].item()
+            for schedule in ("1f1b", "zero-bubble")
+        ]  # fmt: skip
+        more[software] = peaks[1] / peaks[0]
+    assert more["phalanx"] > 1.3 and more["megatron"] == pytest.approx(1.0)
