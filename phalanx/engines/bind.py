@@ -26,8 +26,12 @@ from phalanx.engines.joint_axes import joint_mesh, side_by_side
 from phalanx.engines.unit_scatter import UnitScatter
 from phalanx.engines.unit_sum import UnitGradients, UnitSum
 from phalanx.engines.units import BoundUnit, claimed, units_of
-from phalanx.errors import PlanError
-from phalanx.planner.data_axes import PLACEMENTS, specs_by_placement
+from phalanx.planner.data_axes import (
+    PLACEMENTS,
+    require_cast,
+    require_order,
+    specs_by_placement,
+)
 from phalanx.policy import Spec
 
 
@@ -199,7 +203,8 @@ def bind_data(
     units = units_of(module, placed, dtypes)
     sums: Sequence[UnitGradients] = ()
     if shard is not None:
-        _require_order(units, mesh, replicate, shard)
+        is_cut = any(isinstance(each, DTensor) for each in module.parameters())
+        require_order(mesh.mesh_dim_names, specs, is_cut=is_cut)
         _shard_units(units, _grid(mesh, shard, replicate, context))
     elif update is not None:
         cut = joint_mesh(mesh, [update.axis, *context])
@@ -228,15 +233,11 @@ def stored_dtype(specs: Sequence[Spec], master: str, compute: str) -> str:
     Raises:
         PlanError: `plan/illegal` where the dtypes differ and no spec casts.
     """
-    placements = {spec.rules()[-1].placement for spec in specs}
-    if master == compute or "shard" in placements:
+    if master == compute:
         return master
-    if "update" in placements:
-        return compute
-    rule = f"casts nothing, so weights kept in {master} cannot be computed in {compute}"
-    legal = ["fsdp or zero, on an axis of any size", f"model.dtype = {master}"]
-    names = [spec.policy_name for spec in specs]
-    raise PlanError("plan/illegal", "plan.data", names, rule, legal=legal)
+    require_cast(specs, master, compute)
+    shards = any(spec.rules()[-1].placement == "shard" for spec in specs)
+    return master if shards else compute
 
 
 def _unit_sum(
@@ -278,17 +279,6 @@ def _unit_scatter(
         every_round=any(e.of == "grads" and e.when == "round" for e in unit.update.exchanges),
         under_way=under_way,
     )
-
-
-def _require_order(
-    units: Sequence[BoundUnit], mesh: DeviceMesh, replicate: Spec | None, shard: Spec
-) -> None:
-    names = list(mesh.mesh_dim_names)
-    is_cut = any(isinstance(each, DTensor) for each in units[0].module.parameters())
-    if is_cut and replicate and names.index(replicate.axis) > names.index(shard.axis):
-        axes = [replicate.axis, shard.axis]
-        rule = f"beside a tensor axis {axes[0]} must come before {axes[1]}: torch joins no others"
-        raise PlanError("plan/illegal", "plan.mesh", names, rule, legal=[axes])
 
 
 def _shard_units(units: Sequence[BoundUnit], grid: DeviceMesh) -> None:

@@ -76,17 +76,21 @@ def require_sums(mesh: Mesh, data: Sequence[Spec]) -> None:
             )
 
 
-def require_order(mesh: Mesh, data: Sequence[Spec], tensor_degree: int) -> None:
-    """Refuse shards outside of replicas beside a tensor axis: torch joins no such axes."""
-    placed = specs_by_placement(data, mesh.names)
+def require_order(axes: Sequence[str], data: Sequence[Spec], *, is_cut: bool) -> None:
+    """Refuse shards outside of replicas beside a tensor axis, which torch does not join.
+
+    Args:
+        axes: of the mesh, outermost first.
+        is_cut: whether a tensor axis has cut weights.
+    """
+    placed = specs_by_placement(data, axes)
     shard, replicate = placed.get("shard"), placed.get("replicate")
-    if tensor_degree == 1 or shard is None or replicate is None:
+    if not is_cut or shard is None or replicate is None:
         return
-    names = list(mesh.names)
-    if names.index(replicate.axis) > names.index(shard.axis):
-        axes = [replicate.axis, shard.axis]
-        rule = f"beside a tensor axis {axes[0]} must come before {axes[1]}: torch joins no others"
-        raise PlanError("plan/illegal", "plan.mesh", names, rule, legal=[axes])
+    if axes.index(replicate.axis) > axes.index(shard.axis):
+        legal = [replicate.axis, shard.axis]
+        rule = f"beside a tensor axis {legal[0]} must come before {legal[1]}: torch joins no others"
+        raise PlanError("plan/illegal", "plan.mesh", list(axes), rule, legal=[legal])
 
 
 def require_cast(data: Sequence[Spec], master: str, compute: str) -> None:

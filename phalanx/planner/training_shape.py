@@ -209,7 +209,8 @@ def training_shape(job: Job, config: DecoderConfig, num_ranks: int) -> TrainingS
 def _require_runnable(order: Order, num_ranks: int) -> None:
     """Refuse a schedule that lacks passes or can never finish (`check_order`), as one that
     somebody wrote may."""
-    num_stages, num_items = order.num_stages(num_ranks), order.wanted_items(num_ranks)
+    num_stages = order.num_stages(num_ranks)
+    num_items = max(order.least_items(num_ranks), order.wanted_items(num_ranks))
     lists = order.order(num_ranks, num_items)
     check_order(lists, num_stages, num_items, order.rank_of_stage(num_ranks))
 
@@ -260,7 +261,7 @@ def _require_data(job: Job, config: DecoderConfig, shape: TrainingShape) -> None
     data = [spec for spec in shape.specs if spec.family == "data"]
     require_own_axes(shape.specs)
     require_sums(shape.mesh, data)
-    require_order(shape.mesh, data, shape.tensor_degree)
+    require_order(shape.mesh.names, data, is_cut=shape.tensor_degree > 1)
     require_units(data, config)
     if _casts_weights(job) and job.plan.offload == "none":  # masters elsewhere are cast there
         require_cast(data, job.train.master_dtype, job.model.dtype)
@@ -358,7 +359,8 @@ def require_items(job: Job, work: Workload, shape: TrainingShape) -> None:
             f"data ranks, and plan.pipeline is written for {most}: smaller steps or longer rows "
             "(plan.row_tokens)"
         )
-        legal = [most * work.row_limit * shape.num_data_ranks]
+        # one row less than there may be, as documents do not fill them up
+        legal = [max(1, most - 1) * work.row_limit * shape.num_data_ranks]
         raise PlanError("plan/illegal", "train.global_batch_tokens", tokens, rule, legal=legal)
     if work.most_items >= wanted:
         return
