@@ -69,8 +69,8 @@ class Listed(Order):
         return max(step.item for steps in self._lists() for step in steps) + 1
 
     def wanted_items(self, num_ranks: int) -> int:
-        """What is written down is what is wanted."""
-        return self.least_items(num_ranks)
+        """One for each rank, as far as the rows go; a step is filled up to what is written."""
+        return min(num_ranks, self.least_items(num_ranks))
 
     def most_items(self, num_ranks: int) -> int:
         """As many as the rows have."""

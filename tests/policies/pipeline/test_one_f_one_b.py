@@ -64,5 +64,6 @@ def test_a_plan_asks_for_a_micro_batch_for_each_rank_where_ranks_take_turns():
     assert {name: build("pipeline", name).wanted_items(4) for name in wanted} == wanted
     short = build("pipeline", {"name": "interleaved", "per_round": 3})
     assert short.wanted_items(4) == 1, "all forward passes come first"
-    rows = ("0F0,0F1,0B0,0B1", "1F0,1B0,1F1,1B1")
-    assert build("pipeline", {"name": "listed", "rows": rows}).wanted_items(2) == 2
+    rows = ("0F0,0F1,0F2,0B0,0B1,0B2", "1F0,1B0,1F1,1B1,1F2,1B2")
+    listed = build("pipeline", {"name": "listed", "rows": rows})
+    assert (listed.wanted_items(2), listed.least_items(2), listed.most_items(2)) == (2, 3, 3)
