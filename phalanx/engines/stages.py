@@ -100,13 +100,18 @@ class BoundStages:
         """Sum the gradient of a tied embedding over the two ranks that hold it.
 
         Once a step, when data and tensor axes are done: both ranks have cut it alike. Each adds
-        what the other sends, so both get the same bits.
+        what the other sends, so both get the same bits. A rank that has none (a loss that asks for
+        no logits) sends zeros, as the other waits for it.
         """
         if not self._shares_embedding or not (self.holds_first or self.holds_last):
             return
-        grad = data.held(decoder.model.embed_tokens.weight).grad
-        if grad is not None:
-            self._add_peers(grad.to_local() if isinstance(grad, DTensor) else grad)
+        weight = data.held(decoder.model.embed_tokens.weight)
+        if not weight.requires_grad:
+            return
+        if weight.grad is None:
+            weight.grad = torch.zeros_like(weight)
+        grad = weight.grad
+        self._add_peers(grad.to_local() if isinstance(grad, DTensor) else grad)
 
     def _add_peers(self, mine: Tensor) -> None:
         peer = dist.get_global_rank(self.group, self.last if self.holds_first else self.first)

@@ -156,3 +156,20 @@ def test_an_embedding_on_two_stages_is_compared_and_speeds_of_stages_are_not():
     error = caught.value.error
     assert error.code == "train/weights" and error.where == f"{EMBEDDING} after step 4"
     assert re.match(r"different on ranks 0, 1", error.value)
+
+
+def one_sided(rank, world_size):
+    """The tied embedding's gradient on both ranks after a step in which one of them had none."""
+    join(rank, world_size)
+    model, _, _ = built(rank, world_size, STAGED["two stages"])
+    weight = model.decoder.model.embed_tokens.weight
+    if rank == 0:
+        weight.grad = torch.ones_like(weight)
+    model.stages.finish_step(model.decoder, model.data)
+    return weight.grad
+
+
+@pytest.mark.dist
+def test_a_loss_that_uses_no_head_leaves_the_tied_embedding_to_the_other_rank():
+    for grad in run_ranks(one_sided, 2, backend=None):
+        assert torch.equal(grad, torch.ones_like(grad))
