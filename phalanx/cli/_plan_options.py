@@ -7,11 +7,11 @@ from typing import Annotated
 import typer
 
 # what is planned, where
-Target = Annotated[
-    str,
+Words = Annotated[
+    list[str] | None,
     typer.Argument(
-        metavar="[JOB | MODEL]",
-        help="Job file (TOML), or a model: preset, folder, config.json, Hub name.",
+        metavar="[JOB | MODEL] [--section.key VALUE]...",
+        help="Job file (TOML), or a model: preset, folder, config.json, Hub name; keys of the job.",
     ),
 ]
 On = Annotated[

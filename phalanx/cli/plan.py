@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import typer
 
 from phalanx.cli import _plan_options as opt
-from phalanx.cli.job import FLAGS, DataSource, ModelName
+from phalanx.cli.job import FLAGS, DataSource, ModelName, split_words
 from phalanx.cli.output import JsonFile, emit, paragraph, versioned
-from phalanx.errors import JobError
+from phalanx.errors import JobError, nearest_names
 
 if TYPE_CHECKING:
     from phalanx.job import Job
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from phalanx.planner.question import Question
 
 
-_OF_ALL = frozenset({"target", "model", "on", "precision", "json_file"})
+_OF_ALL = frozenset({"words", "model", "on", "precision", "json_file"})
 _OF_SERVE = frozenset({
     "serve", "prompt", "answer", "rate", "requests", "ttft", "tpot", "software", "output",
     "emit_to", "foreign_file",
@@ -33,7 +34,7 @@ def register(app: typer.Typer) -> None:
 
 def plan(
     context: typer.Context,
-    target: opt.Target = "",
+    words: opt.Words = None,
     model: ModelName = "",
     data: DataSource = "",
     lora: opt.Lora = None,
@@ -68,6 +69,7 @@ def plan(
 
     Exit 0: some cluster does it. 1: none does; the nearest jobs that fit are named.
     """
+    target, keys = _target_of(context, words)
     serving = {"prompt": prompt, "answer": answer, "rate": rate, "trace": requests,
                "ttft": ttft, "tpot": tpot}  # fmt: skip
     server = _server_of(foreign_file, must_serve=serve)
@@ -75,22 +77,21 @@ def plan(
         _refuse_others(context, "--serve" if serve else f"the server of {foreign_file}", _OF_SERVE)
         from phalanx.cli._plan_serve import plan_serving
 
-        words = serving | {"precision": precision, "software": software, "output": output}
-        words["emit"] = emit_to
-        plan_serving(target or model, on, words, context.args, json_file, server)
+        asks = serving | {"precision": precision, "software": software, "output": output}
+        asks["emit"] = emit_to
+        plan_serving(target or model, on, asks, keys, json_file, server)
         return
     if rl:
         _refuse_others(context, "--rl", _OF_RL)
         from phalanx.cli._plan_rl import plan_rl
 
-        words = {"precision": precision, "prompt": prompt, "answer": answer}
-        plan_rl(target or model, on, rl, words, context.args, explain, json_file)
+        asks = {"precision": precision, "prompt": prompt, "answer": answer}
+        plan_rl(target or model, on, rl, asks, keys, explain, json_file)
         return
     _refuse_serving(serving)
     from phalanx.cli._plan_ask import Asked
-    from phalanx.planner.price import is_simulated
 
-    asked = Asked(target, model, data, on, context.args, emit_to)
+    asked = Asked(target, model, data, on, keys, emit_to)
     asked.method(lora, full, "" if foreign_file else seq)
     asked.limits(deadline, budget)
     asked.rows(seq, global_tokens, tokens)
@@ -104,13 +105,21 @@ def plan(
         software=software,
         measured=measured,
     )
-    job = asked.job()
-    if is_simulated(job):
-        from phalanx.cli._plan_toy import simulate
+    _answer(asked.job(), question, on, output, emit_to, explain, json_file)
 
-        simulate(job, on, output, explain, json_file)
-    else:
-        _price(job, question, output, emit_to, explain, json_file)
+
+def _target_of(context: typer.Context, words: Sequence[str] | None) -> tuple[str, list[str]]:
+    """The job file or the model among the words, "" for neither; and the keys of the job."""
+    names, keys = split_words(words)
+    options = [option for each in context.command.params for option in each.opts]
+    for word in keys:
+        if word.startswith("--") and "." not in word:
+            rule = "is no option and no --section.key of a job"
+            raise JobError("job/syntax", word, None, rule, legal=nearest_names(word, options))
+    if len(names) > 1:
+        rule = "expected one job file or model; a key of the job is written --section.key VALUE"
+        raise JobError("job/syntax", "arguments", " ".join(names), rule)
+    return (names[0] if names else ""), keys
 
 
 def _refuse_others(context: typer.Context, question: str, read: frozenset[str]) -> None:
@@ -146,6 +155,19 @@ def _server_of(path: str, *, must_serve: bool) -> ForeignPlan | None:
         rule = "configures training; --serve reads a script with `vllm serve`"
         raise JobError("job/bad-value", "--from", path, rule)
     return foreign if foreign.role == "serve" else None
+
+
+def _answer(
+    job: Job, question: Question, on: str, output: str, emit_to: str, explain: bool, json_file: str
+) -> None:
+    from phalanx.planner.price import is_simulated
+
+    if is_simulated(job):
+        from phalanx.cli._plan_toy import simulate
+
+        simulate(job, on, output, explain, json_file)
+        return
+    _price(job, question, output, emit_to, explain, json_file)
 
 
 def _price(

@@ -158,3 +158,27 @@ def test_a_budget_without_prices_cannot_be_answered(capsys):
     assert plan("qwen3-8b", *words, "--on", "8xgh200-alps") == 2
     assert "no price" in capsys.readouterr().out
     assert plan("qwen3-8b", *words, "--on", "8xgh200-alps,1xh100") in (0, 1)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--model", "qwen3-8b", "--model.dtype", "float32"),
+        ("--model.dtype", "float32", "qwen3-8b"),
+        ("--model", "qwen3-8b", "--model.dtype=float32"),
+    ],
+)
+def test_keys_and_the_model_stand_in_any_order(tmp_path, words):
+    out = tmp_path / "out.json"
+    assert plan(*words, "--full", *ROWS, "--json", str(out)) in (0, 1)
+    document = json.loads(out.read_text())
+    assert document["model"]["name"] == "qwen3-8b"
+    assert document["model_bytes"] == 4 * document["model"]["params"]  # float32
+
+
+def test_a_misspelt_option_is_told_with_the_nearest(capsys):
+    assert plan("qwen3-8b", *ROWS, "--deadlin", "12h") == 2
+    assert "--deadlin: is no option" in (error := capsys.readouterr().err)
+    assert "nearest legal values: --deadline" in error
+    assert plan("qwen3-8b", "llama-3.1-8b", *ROWS) == 2
+    assert "one job file or model" in capsys.readouterr().err
