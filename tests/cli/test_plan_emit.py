@@ -48,6 +48,7 @@ def test_the_program_whose_memory_counts_is_named(capsys):
     [
         (("-o", "none/plan.json"), "--output = none/plan.json: cannot be written"),
         (("-o", "plan.json", "--emit", "trl"), "ask twice"),
+        (("--emit", "vllm"), "vllm serves; this plan does not"),
     ],
 )
 def test_files_that_cannot_be_written_are_one_line(capsys, words, says):

@@ -15,7 +15,7 @@ from phalanx.planner.emitters.source import plan_of
 from phalanx.planner.importers.foreign import ForeignPlan, software_of
 
 TARGETS = ("megatron", "skypilot", "slurm", "torchtitan", "trl", "verl", "vllm")
-_LAUNCHERS = ("skypilot", "slurm")
+_NO_TRAINERS = ("skypilot", "slurm", "vllm")
 _ALIASES = {"accelerate": "trl", "megatron-lm": "megatron", "sky": "skypilot"}
 
 
@@ -43,14 +43,14 @@ def emit(target: str, plan: ForeignPlan, site: Site | None = None) -> Mapping[st
 
 
 def priced_as(target: str) -> str:
-    """Key of the efficiency and memory tables of what a target runs on; "" for launchers, which
-    start the first program that has words for the plan.
+    """Key of the efficiency and memory tables of what a target trains on; "" for launchers, which
+    start the first program that has words for the plan, and for servers.
 
     Raises:
         JobError: `registry/unknown` for another target.
     """
     name = _module(target).__name__.rpartition(".")[2]
-    return "" if name in _LAUNCHERS else software_of(name)
+    return "" if name in _NO_TRAINERS else software_of(name)
 
 
 def _module(target: str):
