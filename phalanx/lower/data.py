@@ -120,7 +120,8 @@ def gather_updated(
 def round_items(steps: Sequence[Step]) -> int:
     """Micro-batches that a stage takes in a row in the backward passes of one rank.
 
-    1 where the rank has one stage, and where its rows differ but for the last ones of its stages.
+    1 where the rank has one stage. Where its rows differ, the shortest of those that are not the
+    last of their stage: any number of a stage's micro-batches may be reduced together.
     """
     passes = [step for step in steps if step.kind in ("B", "W")]
     if len({step.stage for step in passes}) < 2:
@@ -129,7 +130,7 @@ def round_items(steps: Sequence[Step]) -> int:
     last = {stage: at for at, (stage, _) in enumerate(rows)}
     lengths = {length for at, (stage, length) in enumerate(rows) if at != last[stage]}
     longest = max(length for _, length in rows)
-    return longest if lengths <= {longest} else 1
+    return longest if lengths <= {longest} else min(lengths)
 
 
 def _visits(chunk: Chunk, placed: Placed, spec: Spec) -> list[_Visit]:

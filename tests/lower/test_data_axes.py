@@ -63,11 +63,13 @@ def test_stage_1_reduces_once_and_stage_2_once_per_round(order, rounds):
         assert all(action.after == ("O",) for action in gathers)
 
 
-def test_rows_that_differ_are_no_rounds():
+def test_rows_that_differ_are_reduced_as_often_as_the_shortest_of_them():
     lists = Interleaved(virtual=2, per_round=4).order(2, 6)
     assert round_items(lists[0]) == 4  # only the last row of each stage is shorter
     rows = [(0, 0), (1, 0), (1, 1), (0, 1), (0, 2), (1, 2)]
     assert round_items([Step(stage, "B", item) for stage, item in rows]) == 1
+    uneven = Interleaved(virtual=2)  # rounds of 5, 4 and 4
+    assert {round_items(steps) for steps in uneven.order(4, 13)} == {4}
 
 
 @pytest.mark.parametrize(
