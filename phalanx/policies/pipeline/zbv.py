@@ -35,9 +35,9 @@ class ZBV(Order):
     Source: arXiv:2401.10241, section 6 (ZB-V); arXiv:2405.15362, section 3.
 
     Differences and limits: this is the paper's list for equal times; its search over measured
-    times is left out, and unequal times open gaps. Gradients that wait for their weight pass come on
-    top of the peak, as in zero_bubble. With m < 2p - 1 it is the list of 2p - 1
-    micro-batches without those that are not there, which idles more.
+    times is left out, and unequal times open gaps. Gradients that wait for their weight pass come
+    on top of the peak, as in zero_bubble. With m < 2p - 1 it is the list of 2p - 1 micro-batches
+    without those that are not there, which idles more.
     """
 
     def num_stages(self, num_ranks: int) -> int:
