@@ -35,6 +35,8 @@ class MemoryProfile:
         gathered_bytes: of a parameter while a sharded unit is gathered.
         unit_frac: what is gathered at once, over a layer (or over the embedding and the head).
         prefetched_units: units gathered ahead of the one that computes.
+        head_bytes: of an element of a trained head while the loss makes its gradient, where what
+            layers do not hold is reduced last, behind all activations; 0: beside them.
         matrix_bytes: of a pair of tokens and head that attention keeps; 0: it is fused.
         dropout_masks: of D bytes a token and layer.
         hidden_extra: bytes a channel of D that a layer keeps beyond `memory_activations`: rotated
@@ -87,6 +89,7 @@ class MemoryProfile:
     gathered_bytes: float = 2.0
     unit_frac: float = 1.0
     prefetched_units: float = 1.0
+    head_bytes: float = 0.0
     matrix_bytes: float = 0.0
     dropout_masks: float = 0.0
     hidden_extra: float = 0.0

@@ -102,12 +102,16 @@ def adapter_params(
 
 @dataclass(frozen=True)
 class States:
-    """Bytes of a rank [N]."""
+    """Bytes of a rank [N].
+
+    `late`: what is more than `gathered` once all activations are gone, as the root is reduced.
+    """
 
     weights: Column
     gradients: Column
     moments: Column
     gathered: Column
+    late: Column
     host: Column
 
 
@@ -158,13 +162,19 @@ def state_bytes(
     root = profile.unit_frac * params.embedding  # never given up between the passes
     whole = np.where(columns["keeps_gathered"] > 0, params.dense + expert, units * unit)
     gathered = (whole + root) * per_gathered
-    unreduced = 0.0 if is_lora else np.maximum(unit, root) * (ITEM_BYTES + profile.grad_bytes)
+    copied = 0.0 if is_lora else ITEM_BYTES + profile.grad_bytes  # a gradient while it is reduced
+    unreduced, late = np.maximum(unit, root) * copied, np.zeros(root.shape)
+    if profile.head_bytes and not is_lora:
+        head = params.embedding / np.maximum(tables, 1.0)
+        unreduced = np.maximum(unit * copied, head * profile.head_bytes)
+        late = np.maximum(0.0, root * copied - unreduced - units * unit * per_gathered)
     dequantised = unit * ITEM_BYTES if is_lora and base_bits < 16 else 0.0
     return States(
         weights=weights,
         gradients=gradients,
         moments=moments * on_device,
         gathered=np.where(zero >= 3, gathered + unreduced, 0.0) + dequantised,
+        late=np.where(zero >= 3, late, 0.0),
         host=moments * columns["offload"],
     )
 

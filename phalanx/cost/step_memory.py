@@ -5,7 +5,7 @@ always there; beside them, the most of these moments of a step whose last backwa
 
     first        the gather buffer of the largest unit, beside what is gathered into
     loss         activations (among them adapters in their dtype), logits, gradients that wait,
-                 2 K psi_head (the head's gradient and its product; 8 + K instead of 2 K where
+                 2 K psi_head (the head's gradient and its product; 4 + K instead of 2 K where
                  chunks of rows are added up in float32)
     first layer  activations, units gathered in turn, K psi_head, gradients that wait, a layer's
     last layer   the same with what the other layers have reduced, without activations
@@ -286,7 +286,7 @@ def _gradient_bytes(
 
     waiting, of_head = sum(map(before, units)), itemsize * num_head
     in_chunks = head_rows * config.vocab_size * itemsize > LOGIT_CHUNK_BYTES
-    at_loss = (8 + itemsize if in_chunks and itemsize < 4 else 2 * itemsize) * num_head
+    at_loss = (4 + itemsize if in_chunks and itemsize < 4 else 2 * itemsize) * num_head
     done = sum(map(reduced, layers))
     first = max((reducing(u) - before(u) for u in layers), default=0.0)
     last = max((reducing(u) - reduced(u) for u in layers), default=0.0)

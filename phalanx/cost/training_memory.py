@@ -237,14 +237,15 @@ def _terms_at(
         activations = activations + waiting * sum(map(np.multiply, shares, outputs))
     logits = _logits(shape, columns, profile, tokens, per_stream) * stage.has_head
     buffers = profile.working_frac * one_layer + _exchange(shape, columns, profile, tokens)
-    moving = activations + logits + buffers + states.gathered
+    gathered = states.gathered + np.maximum(0.0, states.late - activations)
+    moving = activations + logits + buffers + gathered
     terms = {
         "weights": states.weights,
         "gradients": states.gradients,
         "moments": states.moments,
         "activations": activations,
         "logits": logits,
-        "gathered": states.gathered,
+        "gathered": gathered,
         "buffers": buffers,
         "fragmentation": profile.fragmentation_frac * moving,
         "context": np.full(moving.shape, profile.context_bytes),

@@ -21,6 +21,7 @@ from phalanx.ops.vocabulary import VocabularyPart
 # A tile's float32 logits should stay in a core's L2 cache; a chunk's logits bound the memory.
 _TILE_ELEMENTS = 1 << 18
 _CHUNK_BYTES = 1 << 27
+_PIECE_ELEMENTS = 1 << 20
 # CPU libraries compile and keep a kernel for every shape of a product in 16 bits (0.7 MB with AMX),
 # so rows are filled up with zeros: a few shapes instead of one per number of targets.
 _ROW_MULTIPLE = 32
@@ -259,6 +260,20 @@ def _chunk_loss(
     return loss, row_grad_nD[:count].to(rows_nD.dtype)
 
 
+def _scaled(grad: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """`grad` times a scalar in another dtype, rounded once; piece by piece, since a head's wide
+    product would take as much memory as all that is kept for it."""
+    if grad.dtype is dtype:
+        return (grad * factor).to(dtype)
+    scaled = torch.empty(grad.shape, dtype=dtype, device=grad.device)
+    pieces = grad.reshape(-1).split(_PIECE_ELEMENTS)
+    buffer = torch.empty_like(pieces[0], dtype=torch.promote_types(grad.dtype, factor.dtype))
+    for piece, target in zip(pieces, scaled.view(-1).split(_PIECE_ELEMENTS)):
+        product = torch.mul(piece, factor, out=buffer[: piece.numel()])
+        target.copy_(product)
+    return scaled
+
+
 class _CrossEntropySum(torch.autograd.Function):
     """Sum over rows of -log p(target), with gradients that are ready before the backward pass."""
 
@@ -290,7 +305,7 @@ class _CrossEntropySum(torch.autograd.Function):
     def backward(ctx, grad_total):
         row_grad_ND, head_grad_VD = ctx.saved_tensors
         if row_grad_ND is not None:
-            row_grad_ND = (row_grad_ND * grad_total).to(row_grad_ND.dtype)
+            row_grad_ND = _scaled(row_grad_ND, grad_total, row_grad_ND.dtype)
         if head_grad_VD is not None:
-            head_grad_VD = (head_grad_VD * grad_total).to(ctx.head_dtype)
+            head_grad_VD = _scaled(head_grad_VD, grad_total, ctx.head_dtype)
         return row_grad_ND, head_grad_VD, None, None, None

@@ -146,3 +146,23 @@ def test_logits_of_one_chunk_are_gone_before_the_next_one_is_made(is_trained):
 
     run()  # what libraries keep of a first call
     assert chunk_bytes < most_live_bytes(run) < 1.9 * chunk_bytes
+
+
+def test_the_gradient_of_a_head_is_never_twice_there_in_float32():
+    """4 + K bytes an element: chunks are added up in float32, and scaled piece by piece."""
+    vocab, model, rows = 1 << 15, 256, 32
+    hidden = torch.randn(2 * rows, model).bfloat16().requires_grad_()
+    head = (0.1 * torch.randn(vocab, model)).bfloat16().requires_grad_()
+    counted, targets = torch.arange(2 * rows), torch.randint(vocab, (2 * rows,))
+
+    def run():
+        head.grad = None
+        counted_cross_entropy(
+            hidden, head, counted, targets, num_counted_global=64, chunk_bytes=rows * vocab * 2
+        ).backward()
+
+    run()
+    assert 6 * head.numel() < most_live_bytes(run) < 7.5 * head.numel()
+    whole = counted_cross_entropy(hidden, head, counted, targets, num_counted_global=64)
+    (gradient,) = torch.autograd.grad(whole, head)
+    assert (gradient - head.grad).norm() < 0.01 * gradient.norm()
