@@ -11,8 +11,16 @@ from phalanx.errors import JobError
 from phalanx.job import Job, parse_flags
 from phalanx.planner.clusters import asked_clusters
 from phalanx.planner.emitters import priced_as
-from phalanx.planner.importers import ForeignPlan, config_file, job_keys, read_foreign
+from phalanx.planner.importers import (
+    ForeignPlan,
+    config_file,
+    job_keys,
+    read_foreign,
+    with_step_rows,
+)
 from phalanx.planner.question import Question, dollars_of, row_count, total_count
+
+_BATCH = "train.global_batch_tokens"
 
 
 class Asked:
@@ -83,7 +91,7 @@ class Asked:
             raise JobError("job/syntax", "--seq, --data", seq, rule)
         if global_tokens:
             count = row_count(global_tokens, "--global-tokens")
-            self._keys["train.global_batch_tokens"] = count
+            self._keys[_BATCH] = count
         if seq:
             self._asks["seq_tokens"] = row_count(seq, "--seq")
         if tokens:
@@ -111,7 +119,19 @@ class Asked:
             self._keys["train.method"] = "pretrain"
         if foreign.row_tokens and not self._keys["data.source"]:
             self._asks.setdefault("seq_tokens", foreign.row_tokens)
-        self._foreign = foreign
+        self._foreign = self._with_batch(foreign, number)
+
+    def _with_batch(self, foreign: ForeignPlan, num_devices: int) -> ForeignPlan:
+        """The file's plan and the job with one batch, where rows have one length."""
+        row_tokens = self._asks.get("seq_tokens")
+        if not row_tokens or not num_devices:
+            return foreign
+        named = parse_flags(self._arguments).get(_BATCH) or self._keys.get(_BATCH)
+        batch_tokens = row_count(str(named), f"--{_BATCH}") if named else 0
+        foreign = with_step_rows(foreign, num_devices, row_tokens, batch_tokens)
+        if not batch_tokens and foreign.step_rows:
+            self._keys[_BATCH] = foreign.step_rows * row_tokens
+        return foreign
 
     def question(self, *, precision: str, base_bits: int, software: str, **more: Any) -> Question:
         """What is asked beside the job's keys.

@@ -183,14 +183,13 @@ class _Story(NamedTuple):
 
     def end_run(self, on_nonfinite: str, on_spike: str) -> None:
         if self.said.in_row >= MOST_SKIPS:
-            rule = f"{self.said.in_row:.0f} steps in a row were skipped; lower train.lr"
+            rule, key = f"{self.said.in_row:.0f} steps in a row were skipped", ""
         elif self.said.kind == _SPIKE:
-            rule = "is a spike; lower train.lr, look at these samples or set train.on_spike"
+            rule, key = "is a spike; look at these samples", " or train.on_spike"
         else:
-            rule = "is not finite; lower train.lr, look at these samples or set train.on_nonfinite"
-        raise WorldError(
-            self.code, self.name, self.value, rule + "; the weights are those before it"
-        )
+            rule, key = "is not finite; look at these samples", " or train.on_nonfinite"
+        rule += f"; a new run may set a lower train.lr{key}; the weights are those before it"
+        raise WorldError(self.code, self.name, self.value, rule)
 
     def warning(self, *, taken: bool) -> str:
         what = "a spike" if self.said.kind == _SPIKE else "not finite"

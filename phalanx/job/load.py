@@ -27,6 +27,7 @@ from phalanx.strict import parse_toml, read_field
 from phalanx.units import parse_quantity
 
 _SCHEDULE = "plan.pipeline"
+_FULL_LR = 2e-5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,11 +101,19 @@ def load_job(path: str | Path | None = None, flags: Mapping[str, Any] | None = N
     sections = {name: _section(name, given) for name in SECTIONS}
     origin = {dotted: each.origin for dotted, each in given.items()}
     sections["plan"] = _with_schedule(sections["plan"], origin, path)
+    sections["train"] = _with_rate(sections["train"], origin)
     job = Job(name=Path(path).stem if path else "job", origin=origin, **sections)
     if not job.model.name:
         rule = "say which model: a folder, a Hub name, 'gemma3-270m', 'tiny' or 'toy'"
         raise JobError("job/missing", "model.name", None, rule)
     return job
+
+
+def _with_rate(train: TrainSection, origin: Mapping[str, str]) -> TrainSection:
+    """Trained weights forget what they know at a rate that adapters want."""
+    if train.method != "full" or "train.lr" in origin:
+        return train
+    return replace(train, lr=_FULL_LR)
 
 
 def _with_schedule(

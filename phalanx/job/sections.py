@@ -79,7 +79,7 @@ class TrainSection:
     steps: int = key(50, "optimizer steps, unless epochs are given", low=1)
     epochs: float = key(0.0, "passes over the rows, instead of steps (0: by steps)", low=0.0)
     global_batch_tokens: int = key(4096, "tokens of one optimizer step, all devices", low=1)
-    lr: float = key(1e-3, "peak learning rate", low=0.0)
+    lr: float = key(1e-3, "peak learning rate (of method full, unless named: 2e-5)", low=0.0)
     schedule: str = key(
         "cosine", "of the learning rate", choices=("cosine", "linear", "constant", "wsd")
     )

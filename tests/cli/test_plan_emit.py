@@ -61,3 +61,17 @@ def test_a_file_without_a_model_asks_for_one(folder, capsys):
     (folder / "accelerate.yaml").write_text("distributed_type: FSDP\nnum_processes: 8\n")
     assert plan("--from", "accelerate.yaml", "--on", "8xh100") == 2
     assert "accelerate.yaml names no model" in capsys.readouterr().err
+
+
+def test_a_file_without_a_batch_is_compared_on_the_batch_of_the_best_plan(folder, capsys):
+    """accelerate's file names none: a row on each data rank, unless a batch is asked for."""
+    text = "distributed_type: FSDP\nfsdp_config: {fsdp_version: 2}\nnum_processes: 8\n"
+    (folder / "accelerate.yaml").write_text(text)
+    words = ["llama-3.1-8b", "--from", "accelerate.yaml", "--seq", "4096", "--on", "8xh100"]
+    for batch, rows in (([], 8), (["--global-tokens", "131072"], 32)):
+        assert plan(*words, *batch, "--json", "out.json") == 0
+        found = json.loads((folder / "out.json").read_text())["given"][0]["columns"]
+        assert found["data"] * found["micro_rows"] * found["num_micro"] == rows
+        assert f"batches of {rows} rows" in capsys.readouterr().out
+    assert plan(*words, "--global-tokens", "40960") == 0
+    assert "no multiple of 8 data ranks" in capsys.readouterr().out

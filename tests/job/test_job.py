@@ -209,3 +209,13 @@ def test_a_schedule_file_with_a_doubled_pass_is_refused_with_its_cell(tmp_path):
     with pytest.raises(PhalanxError) as caught:
         load_job(None, flags | {"plan.pipeline.file": str(tmp_path / "order.csv")})
     assert caught.value.code == "order/doubled" and "column 2" in str(caught.value)
+
+
+def test_trained_weights_have_a_lower_rate_than_adapters_unless_one_is_named():
+    def rate(**train):
+        flags = {f"train.{name}": value for name, value in train.items()}
+        return load_job(flags={"model.name": "tiny", **flags}).train.lr
+
+    assert rate() == rate(method="lora") == rate(method="pretrain") == 1e-3
+    assert rate(method="full") == 2e-5
+    assert rate(method="full", lr="1e-3") == 1e-3

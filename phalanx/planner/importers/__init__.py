@@ -5,7 +5,13 @@ Programs are recognised by what stands in a file. `importers/<program>.py` says 
 counterpart is told apart from one that does not exist.
 """
 
-from phalanx.planner.importers.convert import changes, foreign_plans, job_keys, told
+from phalanx.planner.importers.convert import (
+    changes,
+    foreign_plans,
+    job_keys,
+    told,
+    with_step_rows,
+)
 from phalanx.planner.importers.foreign import ALL_LEFT, ForeignPlan, Note, software_of
 from phalanx.planner.importers.recognise import KINDS, importer, read_foreign, read_text
 from phalanx.planner.importers.sizes import config_file
@@ -24,4 +30,5 @@ __all__ = [
     "read_text",
     "software_of",
     "told",
+    "with_step_rows",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from phalanx.cost.training_plans import CONTEXT_KINDS, RECOMPUTE, SCHEDULES, TrainingPlans
@@ -77,6 +78,29 @@ def step_rows(foreign: ForeignPlan, num_devices: int) -> int:
     if not (foreign.micro_rows and foreign.num_micro and num_devices):
         return 0
     return foreign.micro_rows * foreign.num_micro * data_ranks(foreign, num_devices)
+
+
+def with_step_rows(
+    foreign: ForeignPlan, num_devices: int, row_tokens: int, batch_tokens: int
+) -> ForeignPlan:
+    """The plan with rows of a step, also where the file names none (accelerate's).
+
+    They fill the batch that is asked for, or they are a micro-batch on each data rank: a step of
+    fewer rows than ranks would be compared with one that keeps all of them busy.
+
+    Args:
+        row_tokens: of each row.
+        batch_tokens: of a step, as asked for; 0: nothing is.
+    """
+    taken = (foreign.tensor or 1) * (foreign.pipeline or 1) * (foreign.context or 1)
+    if foreign.step_rows or (foreign.micro_rows and foreign.num_micro) or num_devices % taken:
+        return foreign
+    if batch_tokens:
+        rows, origin = batch_tokens // row_tokens, "the batch that is asked for"
+    else:
+        rows = (foreign.micro_rows or 1) * (foreign.num_micro or 1) * (num_devices // taken)
+        origin = "assumed: a micro-batch on each data rank"
+    return replace(foreign, step_rows=rows, origin={**foreign.origin, "step_rows": origin})
 
 
 def data_ranks(foreign: ForeignPlan, num_devices: int) -> int:
