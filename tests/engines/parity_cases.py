@@ -55,7 +55,7 @@ def write_run(folder: Path, family: str, dtype: str, method: str = "lora") -> Pa
     elif method == "full":
         trained = ((name, value * 1.1) for name, value in weights(config))
     model = SimpleNamespace(whole_trainable=lambda: trained, lora=lora)
-    process = SimpleNamespace(leads=True, barrier=lambda: None)
+    process = SimpleNamespace(leads=True, sum=float)
     written = export(model, source, run, process, job)
     result = TrainResult(
         steps=1, num_ranks=1, loss_before=None, loss_after=None, evaluations=(), num_tokens=1,
