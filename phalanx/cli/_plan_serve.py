@@ -9,23 +9,25 @@ from typing import Any
 
 import typer
 
-from phalanx.cli._plan_emit import written_files
+from phalanx.cli._plan_emit import put_lockfile, written_files
 from phalanx.cli._plan_file import file_table, show_file
 from phalanx.cli._plan_serve_ask import require_positions, serve_question
 from phalanx.cli.job import resolve
 from phalanx.cli.output import emit, paragraph, table, versioned, write
 from phalanx.cost.bars import Bar
 from phalanx.errors import JobError
+from phalanx.job import Job
 from phalanx.planner.clusters import asked_clusters
 from phalanx.planner.emitters import Site
 from phalanx.planner.importers import ForeignPlan
-from phalanx.planner.models import priced_model
+from phalanx.planner.models import PricedModel, priced_model
 from phalanx.planner.serve_given import (
     GivenServer,
     given_server,
     server_of,
     weight_precision,
 )
+from phalanx.planner.serve_lockfile import serve_lockfile
 from phalanx.planner.serve_nearest import nearest_that_serve
 from phalanx.planner.serve_plan import (
     Engines,
@@ -56,11 +58,11 @@ def plan_serving(
         given: a server of another program's file, priced beside the best.
 
     Raises:
-        JobError: for words that mean nothing; `cli/file` for a lockfile, which servers do not read.
+        JobError: for words that mean nothing; from `serve_lockfile`.
     """
-    if words["output"]:
-        rule = "is not written with --serve: `phalanx serve` takes its limits as flags"
-        raise JobError("cli/file", "--output", words["output"], rule)
+    if words["output"] and words.get("emit"):
+        rule = "write two plans: each is priced as its program serves; ask twice"
+        raise JobError("job/syntax", "--output, --emit", None, rule)
     job = resolve("", model or (given.model or "" if given else ""), "", arguments)
     own = {"precision": words["precision"] or weight_precision(given)} if given else {}
     question = serve_question({**words, **own})
@@ -79,6 +81,8 @@ def plan_serving(
     if not fitting:
         nearest = [text for each in asked for text in nearest_that_serve(shape, each, question)][:3]
     written = _emitted(words.get("emit", ""), job.model.name, answers, question)
+    if words["output"]:
+        written = _locked(words["output"], job, served, answers, question)
     document = versioned(
         "serving plan",
         model=shape.name,
@@ -132,6 +136,29 @@ def _emitted(
     lines = [written_files(emit_to, server, site, answer.asked.text)]
     times = answer.asked.cluster.num_devices // server.devices
     return lines + ([f"  start it {times} times: one engine is in it"] if times > 1 else [])
+
+
+def _locked(
+    output: str,
+    job: Job,
+    model: PricedModel,
+    answers: Sequence[ServeAnswer],
+    question: ServeQuestion,
+) -> list[str]:
+    """Write the lockfile of the first cluster that serves it; what was written."""
+    answer = next((each for each in answers if each.fits), None)
+    if answer is None:
+        rule = "no cluster serves it, so there is no plan to write"
+        raise JobError("cli/file", "--output", output, rule)
+    plan, own = serve_lockfile(job, model, answer.asked, question)
+    best = own.best
+    assert best is not None
+    return [
+        put_lockfile(plan, output, answer.asked.text),
+        f"  as `phalanx serve --plan` runs it: {_engine_words(best)}, "
+        f"{_per_s(best.knee_per_s)} requests/s at most, TTFT {_bar(best.ttft_s)}, TPOT "
+        f"{_bar(best.tpot_s)}; start it once for each engine",
+    ]
 
 
 def _show_given(cluster: str, server: GivenServer, best: ServeAnswer) -> None:

@@ -205,18 +205,13 @@ def _price(
 
 def _lock(priced: PricedJob, output: str) -> str:
     """Write the lockfile of the best cluster, and say so."""
+    from phalanx.cli._plan_emit import put_lockfile
     from phalanx.planner.lockfile import lockfile
 
     if priced.best is None:
         rule = "no cluster fits, so there is no plan to write"
         raise JobError("cli/file", "--output", output, rule)
-    plan = lockfile(priced, priced.best)
-    try:
-        plan.save(output)
-    except OSError as error:
-        reason = (error.strerror or str(error)).lower()
-        raise JobError("cli/file", "--output", output, f"cannot be written: {reason}") from None
-    return f"lockfile of {priced.best.asked.text}: {output}"
+    return put_lockfile(lockfile(priced, priced.best), output, priced.best.asked.text)
 
 
 def _emit_files(priced: PricedJob, emit_to: str) -> list[str]:

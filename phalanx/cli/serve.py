@@ -23,7 +23,11 @@ def register(app: typer.Typer) -> None:
 
 
 def serve(
+    context: typer.Context,
     folder: Annotated[str, typer.Argument(help="Model folder as Hugging Face writes it.")],
+    plan: Annotated[
+        str, typer.Option(help="plan.json of `plan --serve -o`: its limits, but for own flags.")
+    ] = "",
     host: Annotated[str, typer.Option(help="Address to listen on.")] = _DEFAULT["host"],
     port: Annotated[int, typer.Option(help="Port; 0 takes one that is free.")] = _DEFAULT["port"],
     name: Annotated[str, typer.Option(help="What clients call the model.")] = "",
@@ -63,7 +67,7 @@ def serve(
     """Serve a model folder until interrupted."""
     from phalanx.engines.serve.settings import ServeSettings, require_packages
 
-    settings = ServeSettings(
+    own: dict[str, Any] = dict(
         folder=folder,
         scheduler=scheduler,
         adapters=_adapters(adapter or ()),
@@ -84,6 +88,7 @@ def serve(
         device=device,
         threads=threads,
     )
+    settings = ServeSettings(**own | _planned(context, plan, folder))
     require_packages()
     from phalanx.engines.serve.front import serve as run
 
@@ -93,6 +98,24 @@ def serve(
 
     progress(f"loading {folder}")
     asyncio.run(run(settings, announce))
+
+
+def _planned(context: typer.Context, plan: str, folder: str) -> dict[str, Any]:
+    """Settings of a lockfile that no flag of this command says otherwise."""
+    if not plan:
+        return {}
+    from phalanx.models.spec import read_config
+    from phalanx.plan import Plan
+    from phalanx.planner.serve_lockfile import serve_limits
+
+    limits = serve_limits(Plan.load(plan), read_config(folder))
+    given = {name for name in limits if _is_given(context, name)}
+    return {name: value for name, value in limits.items() if name not in given}
+
+
+def _is_given(context: typer.Context, name: str) -> bool:
+    source = context.get_parameter_source(name)
+    return source is not None and source.name != "DEFAULT"
 
 
 def _adapters(words: Sequence[str]) -> dict[str, str]:

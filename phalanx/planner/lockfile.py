@@ -13,13 +13,11 @@ from typing import Any
 
 from phalanx.cost.training_plans import TrainingPlans
 from phalanx.errors import JobError, PlanError
-from phalanx.hardware import Cluster, machine_called
 from phalanx.job import Job
 from phalanx.plan import Plan, Pool, RoleProgram
 from phalanx.planner.answers import Answer, PricedPlan
 from phalanx.planner.emitters import Site, emit, plan_of, priced_as
-from phalanx.planner.feedback import is_device
-from phalanx.planner.here import device_here, hardware_here
+from phalanx.planner.lock_place import device_of, hardware_of, require_place
 from phalanx.planner.priced_again import priced_again
 from phalanx.planner.priced_job import PricedJob
 from phalanx.planner.training import Training
@@ -50,7 +48,7 @@ def lockfile(priced: PricedJob, chosen: Answer) -> Plan:
     layout = best.sized.layout(training)
     batch: dict[str, Any] = {"row_tokens": best.sized.row_limit}
     if layout.offloads:  # where the host is the device, a file is what is outside
-        batch["offload"] = "file" if _device(cluster) == "cpu" else "host"
+        batch["offload"] = "file" if device_of(cluster) == "cpu" else "host"
     role = RoleProgram(
         pool="all",
         mesh=layout.mesh.to_dict(),
@@ -63,35 +61,18 @@ def lockfile(priced: PricedJob, chosen: Answer) -> Plan:
             "reduce": "float32",
         },
         recompute=best.sized.recompute,
-        device=_device(cluster),
+        device=device_of(cluster),
     )
     return Plan(
         job=priced.job.name,
         job_key=priced.job.result_key,
-        hardware=_hardware(cluster),
+        hardware=hardware_of(cluster),
         pools={
             "all": Pool(machine=cluster.machine.name, devices=tuple(range(cluster.num_devices)))
         },
         programs={"train": role},
         predictions=[asdict(row) for row in _predicted(priced, chosen, best).rows],
     )
-
-
-def _is_here(cluster: Cluster) -> bool:
-    """Whether its devices are those of this machine."""
-    return is_device(str(hardware_here(1)["machine"]), cluster.machine)
-
-
-def _device(cluster: Cluster) -> str:
-    if _is_here(cluster):
-        return device_here()
-    return "tpu" if cluster.machine.cores_per_device else "cuda"
-
-
-def _hardware(cluster: Cluster) -> dict[str, Any]:
-    """As a trainer compares it: this machine's device by the name that it gives itself."""
-    table = dict(cluster.to_dict())
-    return table | hardware_here(cluster.num_devices) if _is_here(cluster) else table
 
 
 def layout_keys(plan: Plan, job: Job) -> dict[str, Any]:
@@ -104,11 +85,7 @@ def layout_keys(plan: Plan, job: Job) -> dict[str, Any]:
     role = plan.program("train")
     if "rates" in plan.hardware:
         return {}
-    here = hardware_here(role.grid().size)
-    if plan.hardware["machine"] != here["machine"]:
-        called = machine_called(str(here["machine"]).split(",")[0])
-        here |= {"machine": called.name} if called is not None else {}
-    plan.require_here(here, job.result_key)
+    require_place(plan, role.grid().size, job.result_key)
     return laid_out(plan)
 
 

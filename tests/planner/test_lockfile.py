@@ -11,7 +11,7 @@ from phalanx.hardware import read_machine
 from phalanx.hardware.write import machine_toml
 from phalanx.job import load_job
 from phalanx.plan import Plan
-from phalanx.planner import lockfile
+from phalanx.planner import lock_place, lockfile
 
 HERE = "Some Processor"
 
@@ -21,7 +21,7 @@ def locked(tmp_path, monkeypatch):
     """The lockfile of a job on two devices of this machine, and the job."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(
-        lockfile, "hardware_here", lambda n: {"machine": HERE, "num_devices": n, "cores": 2}
+        lock_place, "hardware_here", lambda n: {"machine": HERE, "num_devices": n, "cores": 2}
     )
     text = machine_toml(read_machine("h20"))
     title = read_machine("h20").title
@@ -53,7 +53,7 @@ def test_a_plan_of_other_devices_or_another_job_is_refused(locked, monkeypatch):
     other = load_job(None, {"model.name": "tiny", "train.method": "pretrain"})
     with pytest.raises(PlanError, match="the job with key"):
         lockfile.layout_keys(plan, other)
-    monkeypatch.setattr(lockfile, "hardware_here", lambda n: {"machine": "B", "num_devices": n})
+    monkeypatch.setattr(lock_place, "hardware_here", lambda n: {"machine": "B", "num_devices": n})
     with pytest.raises(PlanError, match="made for"):
         lockfile.layout_keys(plan, job)
 
@@ -62,7 +62,7 @@ def test_a_plan_for_a_named_accelerator_runs_where_the_driver_calls_it_so(locked
     plan, job = locked()
     priced = replace(plan, hardware={**plan.hardware, "machine": "h100"})
     gpu = {"machine": "NVIDIA H100 80GB HBM3, 81559 MiB, 550.54", "num_devices": 2}
-    monkeypatch.setattr(lockfile, "hardware_here", lambda n: dict(gpu))
+    monkeypatch.setattr(lock_place, "hardware_here", lambda n: dict(gpu))
     assert lockfile.layout_keys(priced, job)["plan.recompute"]
 
 
