@@ -10,9 +10,11 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
+import math
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -34,13 +36,16 @@ def content_key(*parts: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:24]
 
 
-def cached_file(path: Path, write: Callable[[Path], None]) -> Path:
+def cached_file(path: Path, write: Callable[[Path], None], max_age_s: float = math.inf) -> Path:
     """`path`, written first if it is not there; others see all of it or nothing.
+
+    Args:
+        max_age_s: an older one is written anew: for what was measured and may have changed.
 
     Raises:
         JobError: `data/cache` when it cannot be written, and whatever `write` raises.
     """
-    with _alone(path) as is_missing:
+    with _alone(path, max_age_s) as is_missing:
         if is_missing:
             with tempfile.TemporaryDirectory(dir=path.parent, prefix=_scratch(path)) as folder:
                 new = Path(folder) / path.name
@@ -66,19 +71,26 @@ def _scratch(path: Path) -> str:
     return f".{path.name}."  # as `atomic_folder` calls its own
 
 
+def _is_there(path: Path, max_age_s: float) -> bool:
+    try:
+        return time.time() - path.stat().st_mtime <= max_age_s
+    except FileNotFoundError:
+        return False
+
+
 @contextmanager
-def _alone(path: Path) -> Iterator[bool]:
-    """Whether `path` is missing, and if so with nobody else writing it.
+def _alone(path: Path, max_age_s: float = math.inf) -> Iterator[bool]:
+    """Whether `path` is missing or too old, and if so with nobody else writing it.
 
     What writers that died left behind, of this or another result, is removed.
     """
-    if path.exists():
+    if _is_there(path, max_age_s):
         yield False
         return
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with _locked(path.parent / f"{_scratch(path)}lock"):
-            if path.exists():
+            if _is_there(path, max_age_s):
                 yield False
                 return
             _sweep(path)

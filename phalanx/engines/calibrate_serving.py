@@ -15,6 +15,7 @@ from typing import Any
 
 from phalanx.data.cached import cache_folder, cached_file, content_key
 from phalanx.doctor.machine import num_cores, processor_name
+from phalanx.engines.calibrate import KEPT_S
 from phalanx.engines.launch import KERNEL_CACHE, WAITING, launch_local
 from phalanx.job.sections import ServeSection
 from phalanx.models.config import DecoderConfig, to_huggingface
@@ -29,7 +30,7 @@ _QUIET_FRAC = 0.8  # what was measured with a smaller share of a core is used on
 def calibrate_serving(
     config: DecoderConfig, serve: ServeSection, *, device: str = "cpu", threads: int = 0
 ) -> dict[str, Any]:
-    """Rates of an engine on this machine, from the cache if they were measured before.
+    """Rates of an engine on this machine, from the cache if they were just measured.
 
     Args:
         config: shapes and dtype of the served model.
@@ -76,7 +77,7 @@ def calibrate_serving(
         table["measured_s"] = perf_counter() - start_s
         new.write_text(json.dumps(table, indent=1) + "\n")
 
-    table = json.loads(cached_file(path, measure).read_text())
+    table = json.loads(cached_file(path, measure, KEPT_S).read_text())
     if table["cores_frac"] < _QUIET_FRAC:
         path.unlink(missing_ok=True)
     return table

@@ -155,3 +155,16 @@ def test_cache_is_used_and_depends_on_content(tmp_path, folder):
     assert np.array_equal(again.train.tokens_T, first.train.tokens_T)
     assert prepared("two").path != first.path
     assert prepared("one", max_tokens=99).path != first.path
+
+
+def test_what_was_measured_too_long_ago_is_written_anew(tmp_path):
+    target = tmp_path / "kind" / "rates.json"
+    texts = iter(("first", "second"))
+    write = lambda new: new.write_text(next(texts))  # noqa: E731
+    for age_s, expected in ((0.0, "first"), (3599.0, "first"), (3601.0, "second")):
+        if target.exists():
+            before_s = time.time() - age_s
+            os.utime(target, (before_s, before_s))
+        assert cached.cached_file(target, write, 3600.0).read_text() == expected
+    os.utime(target, (0.0, 0.0))
+    assert cached.cached_file(target, write).read_text() == "second"

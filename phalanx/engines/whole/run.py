@@ -105,7 +105,7 @@ class _WholeWay:
 
     def _forecast(self, ready: Ready) -> Sequence[Row]:
         """Predictions of serving and of the whole run, before the first step."""
-        self.say("calibrating: a server's steps (once per model)")
+        self.say("calibrating: a server's steps")
         load = Load(
             [len(prompt) for prompt in self._prompts(ready.data)],
             [len(prompt) for prompt in self._compared(ready.data)],

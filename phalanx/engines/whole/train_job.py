@@ -268,7 +268,7 @@ def _said(row: Mapping[str, Any]) -> str:
 
 def _planned(asked: Asked, source: ModelSource, work: Workload, say: Callable[[str], None]) -> Plan:
     num_measuring = asked.num_local_ranks or asked.num_ranks
-    say(f"calibrating: {num_measuring} processes measure this machine (once per job)")
+    say(f"calibrating: {num_measuring} processes measure this machine")
     rates = calibrate(source.config, work, num_processes=num_measuring, device=device_here())
     if rates["cores_frac"] < _BUSY_FRAC:
         share = f"{rates['cores_frac']:.0%}"
