@@ -232,15 +232,17 @@ class OperatorBench:
         )
         gathered_bytes = sum(p.nbytes for p in unit.parameters())
         fully_shard(unit, mesh=self.process.mesh)
-        grads = torch.randn(world_size, max(1, self.work.num_trained // 16))
+        grads = torch.randn(world_size, max(1, self.work.num_trained // 16), dtype=self.dtype)
         shard = torch.empty(grads.shape[1])
         rows_SD = torch.randn(self.documents.bounds[-1], self.config.hidden_size, dtype=self.dtype)
         group = self.process.mesh.get_group("shard")
         calls: dict[str, tuple[int, Callable[[], object]]] = {
             "all_gather": (gathered_bytes, unit.unshard),
             "reduce_scatter": (
-                grads.nbytes,
-                lambda: dist.reduce_scatter_tensor(shard, grads.flatten(), group=group),
+                4 * grads.numel(),  # cast into a new buffer, as `fully_shard` packs them
+                lambda: dist.reduce_scatter_tensor(
+                    shard, grads.flatten().to(torch.float32, copy=True), group=group
+                ),
             ),
             "all_reduce": (rows_SD.nbytes, lambda: dist.all_reduce(rows_SD, group=group)),
             "p2p": (rows_SD.nbytes, lambda: self._pass_on(rows_SD, group)),

@@ -51,8 +51,16 @@ class Bench(Protocol):
 
 
 def _rows(bench: Bench, *channels: int) -> Tensor:
+    """What an operator reads. Its gradient is gone at once, as in a model, where the operator
+    before uses it up: a leaf would add those of all passes up, a third of a small backward pass."""
     shape = (bench.documents.bounds[-1], *channels)
-    return torch.randn(shape, dtype=bench.dtype).requires_grad_()
+    rows = torch.randn(shape, dtype=bench.dtype).requires_grad_()
+    rows.register_post_accumulate_grad_hook(_forget)
+    return rows
+
+
+def _forget(rows: Tensor) -> None:
+    rows.grad = None
 
 
 def _linear(bench: Bench, op: Operator) -> Call:
