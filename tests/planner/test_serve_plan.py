@@ -168,7 +168,6 @@ def test_what_does_not_fit_exits_one_with_the_nearest_that_does(capsys):
         ["--serve", "--precision", "fp2"],
         ["--serve", "--trace", "none.jsonl"],
         ["--serve", "--trace", "none.jsonl", "--rate", "1"],
-        ["--serve", "-o", "plan.json"],
         ["--rate", "1"],
         ["--ttft", "1 s"],
     ],
