@@ -46,6 +46,7 @@ PACE_SPREADS: Mapping[str, float] = {
 }
 _NORMAL_95 = NormalDist().inv_cdf(0.95)
 _UNFUSED = ("megatron-2022", "megatron-deepspeed")
+_WIDE_RINGS = ("phalanx",)
 _FUSED_ATTENTION = 23.0  # year of release from which Megatron keeps scores on chip
 
 
@@ -179,6 +180,11 @@ def family_of(software: str) -> str:
 def writes_scores(software: str) -> bool:
     """Whether attention is products of whole matrices; else its scores stay on chip."""
     return family_of(software) in _UNFUSED
+
+
+def has_wide_rings(software: str) -> bool:
+    """Whether a ring of context ranks carries gradients in float32; else in 16 bits."""
+    return family_of(software) in _WIDE_RINGS
 
 
 def level_keys(machine: Machine, precision: str, software: str) -> dict[str, str]:

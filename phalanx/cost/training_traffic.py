@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from phalanx.cost.model_shape import AttentionShape, ModelShape
+from phalanx.cost.training_efficiency import has_wide_rings
 from phalanx.cost.training_plans import CONTEXT_KINDS, TrainingPlans
 
 ACTIVATION_BYTES = 2
 _RING, _ULYSSES = CONTEXT_KINDS.index("ring"), CONTEXT_KINDS.index("ulysses")
-_WIDE_RINGS = ("phalanx",)  # software whose rings carry gradients in float32
 _PASSES = {"all_gather": 1.0, "reduce_scatter": 1.0, "all_reduce": 2.0, "all_to_all": 1.0}
 
 
@@ -145,9 +145,8 @@ def tensor_blocks(shape: ModelShape, plans: TrainingPlans) -> Any:
 
 def _context(shape: ModelShape, plans: TrainingPlans, domain: int) -> tuple[Wire, Wire]:
     """All-gather or ring: keys and values of the whole row forward, and once more with their
-    gradients backward (in float32 in rings of `_WIDE_RINGS`: twice the bytes of the keys); Ulysses:
+    gradients backward (twice the bytes of the keys where a ring carries them in float32); Ulysses:
     queries, keys, values and results, four all-to-alls each way."""
-    family = plans.software.partition(":")[0]
     cached = sum(layer.count * _key_values(layer.attention) for layer in shape.layers)
     queries = sum(layer.count * 2 * layer.attention.value_width for layer in shape.layers)
     each = plans.micro_tokens * ACTIVATION_BYTES / plans.tensor / shape.num_layers
@@ -157,7 +156,8 @@ def _context(shape: ModelShape, plans: TrainingPlans, domain: int) -> tuple[Wire
     exchange = collective("all_to_all", moved, plans.context, plans.tensor, domain)
     is_exchange = np.where(plans.context_kind == _ULYSSES, 1.0, 0.0)
     forward = gather.times(1 - is_exchange) + exchange.times(is_exchange)
-    again = np.where((plans.context_kind == _RING) & (family in _WIDE_RINGS), 3.0, 2.0)
+    is_wide = (plans.context_kind == _RING) & has_wide_rings(plans.software)
+    again = np.where(is_wide, 3.0, 2.0)
     backward = gather.times(again * (1 - is_exchange)) + exchange.times(is_exchange)
     return forward, backward
 

@@ -97,7 +97,7 @@ def serve_limits(plan: Plan, config: DecoderConfig) -> dict[str, Any]:
     (react,) = role.reacts
     scheduler = {name: value for name, value in react.items() if name != "family"}
     limits = {name: value for name, value in role.batch.items() if name not in _MODEL}
-    return limits | {"scheduler": scheduler, "device": role.device}
+    return limits | {"scheduler": scheduler, "device": role.device, "dtype": role.dtypes["params"]}
 
 
 def _limits(job: Job, question: ServeQuestion, best: Engines) -> dict[str, Any]:

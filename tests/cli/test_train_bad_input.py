@@ -9,28 +9,16 @@ import struct
 import pytest
 
 from phalanx.cli import main
-from phalanx.engines import calibrate as calibration
-from phalanx.engines import launch
 from phalanx.models import folders
 from tests.cli.train_inputs import words
 from tests.tiny_run import write_base, write_pairs
+
+pytestmark = pytest.mark.usefixtures("no_process")
 
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
     return write_base(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(autouse=True)
-def no_process(monkeypatch, tmp_path):
-    """A cache of its own, and no process at all."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-    def started(*_, **__):
-        raise AssertionError("a process was started")
-
-    monkeypatch.setattr(launch, "_Rank", started)
-    monkeypatch.setattr(calibration, "launch_local", started)
 
 
 @pytest.fixture

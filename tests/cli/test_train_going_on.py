@@ -7,8 +7,6 @@ import json
 import pytest
 
 from phalanx.cli import main
-from phalanx.engines import calibrate as calibration
-from phalanx.engines import launch
 from phalanx.engines.placed import Placed
 from phalanx.engines.run_folder import alone_in, read_job, write_job
 from phalanx.engines.whole.rank_job import _placed
@@ -17,17 +15,7 @@ from phalanx.job import load_job
 from tests.cli.train_inputs import FLAGS
 from tests.tiny_run import write_base, write_pairs
 
-
-@pytest.fixture(autouse=True)
-def no_process(monkeypatch, tmp_path):
-    """A cache of its own, and no process at all."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-    def started(*_, **__):
-        raise AssertionError("a process was started")
-
-    monkeypatch.setattr(launch, "_Rank", started)
-    monkeypatch.setattr(calibration, "launch_local", started)
+pytestmark = pytest.mark.usefixtures("no_process")
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from phalanx.models.spec import LoraSpec, canonical_tensors, small_config
 from phalanx.ops.loss import counted_cross_entropy
 from phalanx.registry import build
 from phalanx.worlds.logged_group import device_mesh
-from tests.ops.live_bytes import most_live_bytes
+from tests.live_bytes import most_live_bytes
 from tests.ranks import run_ranks
 
 CONFIG = small_config(

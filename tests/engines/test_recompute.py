@@ -16,7 +16,7 @@ from phalanx.models.spec import DecoderConfig, LoraSpec
 from phalanx.ops.dropout import DropoutKey
 from phalanx.policies.data.fsdp import Fsdp
 from phalanx.policies.data.replicate import Replicate
-from tests.engines.live_bytes import LiveBytes
+from tests.live_bytes import LiveBytes
 from tests.models.cases import CONFIGS, random_decoder, random_tokens
 from tests.models.families import FAMILIES, tiny_config
 from tests.ranks import run_ranks

@@ -18,7 +18,7 @@ from phalanx.models.decoder import Decoder, Part
 from phalanx.models.lora import inject
 from phalanx.models.spec import LoraSpec
 from phalanx.registry import build
-from tests.engines.live_bytes import LiveBytes
+from tests.live_bytes import LiveBytes
 from tests.models.cases import CONFIGS, random_decoder
 
 TOKENS = 300

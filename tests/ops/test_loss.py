@@ -8,8 +8,8 @@ import torch.nn.functional as F
 
 from phalanx.ops import loss as loss_module
 from phalanx.ops.loss import counted_cross_entropy, token_losses
+from tests.live_bytes import most_live_bytes
 from tests.ops.largest_tensor import LargestTensor
-from tests.ops.live_bytes import most_live_bytes
 
 ROWS, MODEL, VOCAB = 29, 12, 1031  # no size divides another
 

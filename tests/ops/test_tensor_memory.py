@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from phalanx.engines.remade import remaking
 from phalanx.ops.tensor_exchange import gather_tokens, gathered, scatter_tokens
-from tests.engines.live_bytes import LiveBytes
+from tests.live_bytes import LiveBytes
 from tests.ranks import run_ranks
 
 TOKENS, WIDTH, HEADS = 96, 128, 4

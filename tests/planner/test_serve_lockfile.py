@@ -102,4 +102,4 @@ def test_a_server_takes_the_limits_but_for_its_own_flags(here, monkeypatch):
     assert run(["serve", "model", "--plan", "lock.json", "--max-running", "3"]) == 0
     (settings,) = taken
     assert settings.max_running == 3 and settings.kv_tokens == limits["kv_tokens"]
-    assert (settings.max_tokens, settings.port) == (600, 8000)
+    assert (settings.max_tokens, settings.port, settings.dtype) == (600, 8000, "bfloat16")

@@ -1,12 +1,14 @@
-"""Bytes that are alive: storages that operators have made and nobody has let go of."""
+"""Bytes that are alive: storages that nobody has let go of, and the most there were at once."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from time import sleep
 
 import torch
+from torch._C._profiler import _EventType
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -44,3 +46,25 @@ class LiveBytes(TorchDispatchMode):
             sleep(patience_s / steps)
             found = min(found, self.now(besides))
         return found
+
+
+def most_live_bytes(run: Callable[[], object]) -> int:
+    """The most that `run` holds of what it allocates."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        run()
+    live = most = 0
+    for _, num_bytes in sorted(_allocations(profiled)):
+        live += num_bytes
+        most = max(most, live)
+    return most
+
+
+def _allocations(profiled: profile) -> Iterator[tuple[int, int]]:
+    """(time, bytes): negative where they are freed."""
+    events = list(profiled.profiler.kineto_results.experimental_event_tree())
+    while events:
+        event = events.pop()
+        events.extend(event.children)
+        kind, fields = event.typed
+        if kind == _EventType.Allocation:
+            yield event.start_time_ns, fields.alloc_size
