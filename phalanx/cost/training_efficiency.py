@@ -183,8 +183,9 @@ def writes_scores(software: str) -> bool:
 
 
 def has_wide_rings(software: str) -> bool:
-    """Whether a ring of context ranks carries gradients in float32; else in 16 bits."""
-    return family_of(software) in _WIDE_RINGS
+    """Whether a ring of context ranks carries gradients in float32; else in 16 bits. Of the program
+    itself: its family only lends it kernels."""
+    return software.partition(":")[0] in _WIDE_RINGS
 
 
 def level_keys(machine: Machine, precision: str, software: str) -> dict[str, str]:
