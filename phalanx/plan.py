@@ -20,6 +20,7 @@ from phalanx.errors import PlanError, nearest_names, shown
 from phalanx.mesh import Mesh
 from phalanx.registry import build
 from phalanx.strict import LOCKFILE, read_record
+from phalanx.whole_file import write_whole
 
 FORMAT_VERSION = 1
 # Libraries whose version can change what a plan means: minor releases of these are not mixed.
@@ -145,10 +146,7 @@ class Plan:
 
         Keys stay in their order: that of a mesh's axes decides which rank stands where.
         """
-        target = Path(path)
-        part = target.with_name(target.name + ".part")
-        part.write_text(self.to_text(), encoding="utf-8")
-        part.replace(target)
+        write_whole(Path(path), self.to_text())
 
     def to_text(self) -> str:
         """The lockfile's content."""

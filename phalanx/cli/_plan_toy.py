@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from phalanx.cli._plan_emit import put_lockfile
 from phalanx.cli.output import emit, paragraph, show_report, versioned, write
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ def simulate(job: Job, on: str, output: str, explain: bool, json_file: str) -> N
 
     planned, simulated = simulate_job(job, on)
     if output:
-        planned.plan.save(output)
+        put_lockfile(planned.plan, output, on)
     document = versioned(
         "plan",
         fits=simulated.fits,

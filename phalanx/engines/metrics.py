@@ -10,7 +10,7 @@ from time import perf_counter
 from typing import Any
 
 from phalanx.engines.process import Process
-from phalanx.engines.run_folder import write_whole
+from phalanx.engines.run_folder import write_run_file
 from phalanx.engines.trainer_step import StepSpans
 from phalanx.trace import Trace, TraceBuilder, merge
 
@@ -38,7 +38,7 @@ class MetricsFile:
         self._path, self._on_failure = path, on_failure
         self._rest, self._fails = b"", False
         if path is not None:
-            write_whole(path, "".join(_lines_up_to(path, done_steps)) if done_steps else "")
+            write_run_file(path, "".join(_lines_up_to(path, done_steps)) if done_steps else "")
             self._file = path.open("ab", buffering=0)
 
     def write(self, **values: Any) -> None:

@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from phalanx.whole_file import write_whole
+
 FILE_NAME = "train.json"
 NUM_SAMPLES, SAMPLE_TOKENS = 3, 40  # greedy answers before and after, and their length at most
 
@@ -68,10 +70,7 @@ class TrainResult:
     def save(self, folder: str | Path) -> None:
         """Write `train.json` into the run folder."""
         text = json.dumps(asdict(self), indent=1, ensure_ascii=False)
-        target = Path(folder) / FILE_NAME
-        part = target.with_name(f".{FILE_NAME}.part")
-        part.write_text(text + "\n", encoding="utf-8")
-        part.replace(target)
+        write_whole(Path(folder) / FILE_NAME, text + "\n")
 
     @staticmethod
     def load(folder: str | Path) -> TrainResult:

@@ -18,6 +18,7 @@ from phalanx.engines.signs import FOLDER as WATCH
 from phalanx.errors import JobError, PlanError, shown
 from phalanx.job import Job, load_job
 from phalanx.plan import Plan
+from phalanx.whole_file import write_whole
 
 JOB_FILE, PLAN_FILE = "job.json", "plan.json"
 LOCK_FILE = "running"  # below the folder of signs
@@ -86,21 +87,15 @@ def alone_in(folder: Path) -> Iterator[None]:
         yield
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write a file so that there is all of it or what was there before.
+def write_run_file(path: Path, text: str) -> None:
+    """Write a file of a run folder, whole.
 
     Raises:
         JobError: `cli/file` where it cannot be written.
     """
-    part = path.with_name(f".{path.name}.part")
     try:
-        with part.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(path)
+        write_whole(path, text)
     except OSError as error:
-        part.unlink(missing_ok=True)
         rule = f"cannot be written: {(error.strerror or str(error)).lower()}"
         raise JobError("cli/file", "run folder", path, rule) from error
 
@@ -114,7 +109,7 @@ def write_job(job: Job, folder: str | Path, inputs: Mapping[str, str] | None = N
     table = (
         job_table(job) | {"began_in": os.getcwd()} | ({"inputs": dict(inputs)} if inputs else {})
     )
-    write_whole(Path(folder) / JOB_FILE, json.dumps(table, indent=1) + "\n")
+    write_run_file(Path(folder) / JOB_FILE, json.dumps(table, indent=1) + "\n")
 
 
 def job_table(job: Job) -> dict[str, Any]:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -29,6 +28,7 @@ from phalanx.errors import JobError, shown
 from phalanx.hardware import Machine, machine_called
 from phalanx.models.config import parse_config
 from phalanx.strict import read_record
+from phalanx.whole_file import write_whole
 
 FORMAT_VERSION = 1
 PRICED_AS = "torch"  # the software whose efficiencies prices of runs here are made with
@@ -157,11 +157,9 @@ def remember(run: MeasuredRun, store: Path | None = None) -> Path:
     path = store or _cached(run.device, run.software)
     runs = {each.key: each for each in (recall(path) if path.exists() else ())} | {run.key: run}
     table = {"format_version": FORMAT_VERSION, "runs": [asdict(each) for each in runs.values()]}
-    new = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        new.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
-        os.replace(new, path)
+        write_whole(path, json.dumps(table, indent=1) + "\n")
     except OSError as error:
         raise JobError("data/cache", str(path), None, error.strerror or str(error)) from None
     return path

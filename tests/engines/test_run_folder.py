@@ -21,7 +21,7 @@ from phalanx.engines.run_folder import (
     holds_run,
     require_same_inputs,
     write_job,
-    write_whole,
+    write_run_file,
 )
 from phalanx.engines.whole.relaid import relaid
 from phalanx.errors import JobError, PlanError
@@ -51,14 +51,14 @@ def test_where_a_file_system_has_no_locks_a_run_is_not_kept_from_its_folder(tmp_
 
 def test_a_full_disk_leaves_the_file_that_was_there(tmp_path, monkeypatch):
     path = tmp_path / "job.json"
-    write_whole(path, "before")
+    write_run_file(path, "before")
 
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(run_folder.os, "fsync", full)
     with pytest.raises(JobError, match="no space left"):
-        write_whole(path, "after")
+        write_run_file(path, "after")
     assert path.read_text() == "before" and os.listdir(tmp_path) == ["job.json"]
 
 

@@ -29,7 +29,7 @@ from phalanx.engines.run_folder import (
     require_same_place,
     require_same_result,
     write_job,
-    write_whole,
+    write_run_file,
 )
 from phalanx.engines.whole.live import Progress
 from phalanx.engines.whole.predicted import training_report
@@ -241,7 +241,7 @@ def begun(ready: Ready, say: Callable[[str], None]) -> Iterator[None]:
     with alone_in(asked.folder):
         asked.require_free()  # another run may have ended there since it was looked at first
         write_job(asked.job, asked.folder, ready.inputs)
-        write_whole(asked.folder / PLAN_FILE, ready.plan.to_text())
+        write_run_file(asked.folder / PLAN_FILE, ready.plan.to_text())
         for row in ready.plan.predictions:
             say(f"predicted: {_said(row)}")
         yield
