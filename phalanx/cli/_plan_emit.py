@@ -7,7 +7,6 @@ from pathlib import Path
 
 from phalanx.cli.output import write_file
 from phalanx.errors import JobError
-from phalanx.plan import Plan
 from phalanx.planner.emitters import Site, emit
 from phalanx.planner.importers import ForeignPlan
 
@@ -41,13 +40,3 @@ def put(files: Mapping[str, str], target: str, folder: str, cluster: str) -> str
     for path, content in zip(paths, files.values()):
         write_file(path, content, "--emit")
     return f"{target} of {cluster}: {', '.join(paths)}"
-
-
-def put_lockfile(plan: Plan, output: str, cluster: str) -> str:
-    """Write a lockfile; what to say of it.
-
-    Raises:
-        JobError: `cli/file`.
-    """
-    write_file(output, plan.to_text(), "--output")
-    return f"lockfile of {cluster}: {output}"

@@ -9,7 +9,8 @@ from typing import Any
 
 import typer
 
-from phalanx.cli._plan_emit import put_lockfile, written_files
+from phalanx.cli._lockfile import put_lockfile
+from phalanx.cli._plan_emit import written_files
 from phalanx.cli._plan_file import file_table, show_file
 from phalanx.cli._plan_serve_ask import require_positions, serve_question
 from phalanx.cli.job import resolve

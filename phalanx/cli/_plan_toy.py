@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from phalanx.cli._plan_emit import put_lockfile
+from phalanx.cli._lockfile import put_lockfile
 from phalanx.cli.output import emit, paragraph, show_report, versioned, write
 
 if TYPE_CHECKING:

@@ -205,7 +205,7 @@ def _price(
 
 def _lock(priced: PricedJob, output: str) -> str:
     """Write the lockfile of the best cluster, and say so."""
-    from phalanx.cli._plan_emit import put_lockfile
+    from phalanx.cli._lockfile import put_lockfile
     from phalanx.planner.lockfile import lockfile
 
     if priced.best is None:
