@@ -7,7 +7,9 @@ What an engine tells a policy of this family
   plan's rows; accepted counts the new output tokens, 0 while a prompt is not whole).
 - event "finish" or "cancel": the request is over, its blocks are free already.
 - view.facts: num_blocks, free_blocks (of the pool that grows with every token), block_tokens,
-  max_running, max_step_tokens (what the engine can hold).
+  max_running, max_step_tokens (what the engine can hold); where the engine keeps blocks of
+  prompts for others, `reuse`: waiting request -> (its first tokens that are in the cache, how many
+  of their blocks running requests hold). A plan takes them by beginning at such a `kv_len`.
 
 What a policy answers: at most one `Compute(op="engine.step", batch=BatchPlan)`, and none while a
 step is under way.
@@ -82,6 +84,16 @@ def within(name: str, option: int, low: int, high: int) -> int:
         where, rule = f"policy.serve.{name}", f"must lie in {low}..{high}, or be 0 for {high}"
         raise PlanError("plan/illegal", where, option, rule, legal=[min(max(option, low), high)])
     return option or high
+
+
+def reusable(request: int, view: View) -> tuple[int, int]:
+    """What a waiting request can take from the engine's prefix cache; (0, 0) where it has none.
+
+    Returns:
+        Tokens, of whole blocks and fewer than the request has; their blocks that are held already.
+    """
+    reuse = view.facts.get("reuse")
+    return reuse(request) if reuse is not None else (0, 0)
 
 
 def require_room(event: Event, view: View) -> None:

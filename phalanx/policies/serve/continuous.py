@@ -10,12 +10,14 @@ Symbols
     C           chunk             prompt tokens of one request in one step
     b, N        view.facts: block_tokens, num_blocks of the pool
     k_i, n_i    tokens of request i in the cache, and known (prompt and output so far)
+    s_i         blocks that request i took from the engine's prefix cache when it joined
 
 A request that lacks one token (decoding) gets it; what is left of T goes to prompts by age,
-min(n_i - k_i, C) each. The longest run of oldest requests whose blocks, ceil((k_i + q_i) / b) each,
-fit into the pool is kept; the others lose their cache and are computed anew, output included. When
-nobody was preempted, the head of the queue joins while sum(floor(n_i / b) + 1) <= N, itself
-included: the known tokens of all that run, and their next one, must fit.
+min(n_i - k_i, C) each. The longest run of oldest requests whose blocks, ceil((k_i + q_i) / b) - s_i
+each, fit into what is free or their own is kept; the others lose their cache and are computed anew,
+output included. When nobody was preempted, the head of the queue joins while the known tokens of
+all that run, and their next one, fit: without sharing, sum(floor(n_i / b) + 1) <= N. It starts
+behind the tokens that the prefix cache holds, and its blocks that others hold cost no room.
 
 Cost: ceil(prompt / min(C, T)) + outputs - 1 steps of a lone request; k_i tokens computed twice by a
 preemption; between two tokens at most one step of T tokens; a decision is O(R), vectorised.
@@ -23,9 +25,11 @@ preemption; between two tokens at most one step of T tokens; a decision is O(R),
 Source: iterations, Orca, OSDI 2022, section 4.1; blocks and recomputation, PagedAttention, arXiv
 2309.06180, sections 4.3 and 4.5; chunked prompts, Sarathi-Serve, arXiv 2403.02310, algorithm 3.
 
-Differences and limits: no priorities, swapping, drafts or shared prefixes; blocks are counted and
-block tables never touched. Admission reserves one output token, not all, so preemption happens; the
-oldest request is never preempted, so every request ends. Sliding layers count like full ones.
+Differences and limits: no priorities, swapping or drafts; blocks are counted and block tables never
+touched. Admission reserves one output token, not all, so preemption happens; the oldest request is
+never preempted, so every request ends. Sliding layers count like full ones. Two requests that join
+in one step do not share what only that step computes (vLLM's do), and blocks that a request took
+from the prefix cache count as not given back when it is preempted.
 """
 
 from __future__ import annotations
@@ -37,11 +41,11 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from phalanx.action import Action, Compute
-from phalanx.policies.serve import ENGINE_STEP, BatchPlan, require_room, within
+from phalanx.policies.serve import ENGINE_STEP, BatchPlan, require_room, reusable, within
 from phalanx.policy import Event, React, View
 from phalanx.registry import Source, register
 
-ID, KNOWN, ADAPTER, GRAMMAR, CACHED = range(5)
+ID, KNOWN, ADAPTER, GRAMMAR, CACHED, TAKEN = range(6)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -52,7 +56,7 @@ class ContinuousState:
     max_step_tokens: int
     chunk: int
     waiting: deque[tuple[int, ...]] = field(default_factory=deque)
-    running: np.ndarray = field(default_factory=lambda: np.empty((5, 0), dtype=np.int64))
+    running: np.ndarray = field(default_factory=lambda: np.empty((6, 0), dtype=np.int64))
     gone: set[int] = field(default_factory=set)
     query: np.ndarray | None = None  # tokens per column in the step under way
     num_steps: int = 0
@@ -96,15 +100,15 @@ class Continuous(React):
             state.running = state.running[:, [each not in state.gone for each in ids]]
             state.gone.difference_update(ids)
         size, running, query = view.facts["block_tokens"], state.running, self._queries(state)
-        held = -(-running[CACHED] // size)
-        needed = -(-(running[CACHED] + query) // size)
-        room = int(view.facts["free_blocks"] + held.sum())
-        kept = int(np.searchsorted(np.cumsum(needed), room, side="right"))
+        own = -(-running[CACHED] // size) - running[TAKEN]
+        needed = -(-(running[CACHED] + query) // size) - running[TAKEN]
+        room = int(view.facts["free_blocks"] + own.sum())
+        kept = max(1, int(np.searchsorted(np.cumsum(needed), room, side="right")))
         preempted = running[:CACHED, kept:]
         state.waiting.extendleft(map(tuple, preempted.T[::-1].tolist()))
         state.running, query = running[:, :kept], query[:kept]
         if not preempted.size:
-            query = self._admit(state, query, room, size)
+            query = self._admit(state, query, room, view)
         return [self._step(state, query, preempted[ID])] if query.any() else []
 
     def _queries(self, state: ContinuousState) -> np.ndarray:
@@ -114,9 +118,11 @@ class Continuous(React):
         left = state.max_step_tokens - np.count_nonzero(decodes)
         return np.where(decodes, 1, np.clip(left - (np.cumsum(prompt) - prompt), 0, prompt))
 
-    def _admit(self, state: ContinuousState, query: np.ndarray, room: int, size: int) -> np.ndarray:
-        left = state.max_step_tokens - int(query.sum())
-        room -= int((state.running[KNOWN] // size + 1).sum())
+    def _admit(
+        self, state: ContinuousState, query: np.ndarray, room: int, view: View
+    ) -> np.ndarray:
+        size, left = view.facts["block_tokens"], state.max_step_tokens - int(query.sum())
+        room -= int((state.running[KNOWN] // size + 1 - state.running[TAKEN]).sum())
         joined: list[tuple[int, ...]] = []
         queries: list[int] = []
         while state.waiting and left > 0 and len(query) + len(joined) < state.max_running:
@@ -124,10 +130,11 @@ class Continuous(React):
             if state.waiting[0][ID] in state.gone:
                 state.gone.discard(state.waiting.popleft()[ID])
                 continue
-            if (room := room - (known // size + 1)) < 0:
+            cached, held = reusable(state.waiting[0][ID], view)
+            if (room := room - (known // size + 1 - held)) < 0:
                 break
-            joined.append((*state.waiting.popleft(), 0))
-            queries.append(min(known, state.chunk, left))
+            joined.append((*state.waiting.popleft(), cached, cached // size))
+            queries.append(min(known - cached, state.chunk, left))
             left -= queries[-1]
         if joined:
             state.running = np.hstack([state.running, np.array(joined, dtype=np.int64).T])
@@ -136,7 +143,7 @@ class Continuous(React):
     def _step(self, state: ContinuousState, query: np.ndarray, preempted: np.ndarray) -> Action:
         state.query, state.num_steps = query, state.num_steps + 1
         rows = query > 0
-        request, _, adapter, grammar, cached = state.running[:, rows].tolist()
+        request, _, adapter, grammar, cached, _ = state.running[:, rows].tolist()
         plan = BatchPlan(
             requests=request,
             query_len=query[rows].tolist(),

@@ -11,8 +11,9 @@ Symbols
     p_i, m_i    prompt of request i, and the most output tokens that it may have
 
 The head of the queue joins as soon as fewer than R run and its ceil((p_i + m_i) / b) blocks fit
-beside those set aside for the others; nobody overtakes it. Its prompt is the next step; one longer
-than T takes ceil(p_i / T) steps, with nothing between them. Only when nobody can join does every
+beside those set aside for the others, blocks that it shares with them once; nobody overtakes it.
+Its prompt, behind what the engine's prefix cache holds of it, is the next step; one longer than T
+takes ceil(p_i / T) steps, with nothing between them. Only when nobody can join does every
 running request get a token. What was set aside is given back when the request ends, so nobody is
 ever preempted.
 
@@ -23,8 +24,8 @@ prompts of all that join. A decision is O(R).
 Source: prefill-prioritising schedules as Sarathi-Serve, arXiv 2403.02310, section 3, describes
 them; admission by longest output, Orca, OSDI 2022, section 4.2.
 
-Differences and limits: no two prompts share a step; no priorities, swapping, drafts or shared
-prefixes. Blocks are counted as if every layer kept every token.
+Differences and limits: no two prompts share a step; no priorities, swapping or drafts. Blocks are
+counted as if every layer kept every token.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from phalanx.action import Action, Compute
-from phalanx.policies.serve import ENGINE_STEP, BatchPlan, require_room, within
+from phalanx.policies.serve import ENGINE_STEP, BatchPlan, require_room, reusable, within
 from phalanx.policy import Event, React, View
 from phalanx.registry import Source, register
 
@@ -98,7 +99,7 @@ class PrefillFirst(React):
     def _next_step(self, state: PrefillFirstState, view: View) -> list[Action]:
         newest = next(reversed(state.running.values()), None)
         if newest is None or newest.cached >= newest.prompt_len:
-            newest = _join(state, view.facts["num_blocks"])
+            newest = _join(state, view)
         if newest is not None:
             count = min(newest.prompt_len - newest.cached, state.max_step_tokens)
             return [_step(state, [(newest, count)])]
@@ -112,13 +113,16 @@ def _admitted(event: Event, block_tokens: int) -> Admitted:
     return Admitted(event.item, prompt_len, blocks, adapter, grammar)
 
 
-def _join(state: PrefillFirstState, num_blocks: int) -> Admitted | None:
+def _join(state: PrefillFirstState, view: View) -> Admitted | None:
     """The head of the queue, if it may run now."""
     if not state.waiting or len(state.running) >= state.max_running:
         return None
-    head = state.waiting[0]
-    if sum(each.blocks for each in state.running.values()) + head.blocks > num_blocks:
+    head, size = state.waiting[0], view.facts["block_tokens"]
+    cached, held = reusable(head.id, view)
+    to_come = sum(each.blocks - -(-each.cached // size) for each in state.running.values())
+    if to_come + head.blocks - held > view.facts["free_blocks"]:
         return None
+    head.cached = cached
     state.running[head.id] = state.waiting.popleft()
     return head
 
