@@ -6,11 +6,16 @@ width, E experts, A experts that a token uses.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 SPLITS = ("column", "row", "none")
+
+# "all", "attention", "" for none; or names and patterns of modules
+Adapters = str | tuple[str, ...]
 
 
 class Product(NamedTuple):
@@ -265,7 +270,31 @@ class LayerShape:
         """Matrices of one such layer."""
         return (*self.attention.products(hidden), *self.feed_forward.products(hidden))
 
+    def adapted(self, hidden: int, adapters: Adapters) -> tuple[Product, ...]:
+        """Its matrices that have a LoRA adapter.
+
+        Args:
+            adapters: patterns match as `train.lora_targets` does, but for the number of a layer:
+                layers that are alike are told apart by none.
+        """
+        named = [("self_attn", product) for product in self.attention.products(hidden)]
+        if adapters != "attention":
+            named += [("mlp", product) for product in self.feed_forward.products(hidden)]
+        if not isinstance(adapters, tuple):
+            return tuple(product for _, product in named) if adapters else ()
+        plain = [re.sub(r"layers\.[^.]+\.", "layers.0.", each) for each in adapters]
+        return tuple(
+            product
+            for block, product in named
+            if _is_named(f"model.layers.0.{block}.{product.name}", plain)
+        )
+
     def num_params(self, hidden: int) -> int:
         """Of one such layer."""
         matrices = sum(product.num_params for product in self.products(hidden))
         return matrices + self.norms * hidden + self.other_params
+
+
+def _is_named(module: str, patterns: Sequence[str]) -> bool:
+    last = module.rsplit(".", 1)[-1]
+    return any(each == last or fnmatchcase(module, each) for each in patterns)

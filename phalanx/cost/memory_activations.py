@@ -6,16 +6,18 @@ token uses, t tensor degree, p, r pipeline degree and rank, v chunks of a rank, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, fields
 
 import numpy as np
 
+from phalanx.cost.layer_shape import Adapters
 from phalanx.cost.memory_software import MemoryProfile
 from phalanx.cost.model_shape import AttentionShape, FeedForwardShape, LayerShape, Product
 from phalanx.cost.training_plans import SCHEDULES, Column
 
 ITEM_BYTES = 2.0  # of an activation: bf16 or fp16
+_LAST = {"o_proj", "o_a_proj", "o_b_proj"}  # of attention: they read its output, kept in any case
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ class LayerBytes:
 
 
 def layer_bytes(
-    layers: Sequence[LayerShape], hidden: int, profile: MemoryProfile, adapters: str = ""
+    layers: Sequence[LayerShape], hidden: int, profile: MemoryProfile, adapters: Adapters = ""
 ) -> LayerBytes:
     """Of all given layers.
 
@@ -61,28 +63,30 @@ def layer_bytes(
     matrix without an adapter needs nothing of what it read.
 
     Args:
-        adapters: "all" matrices have one and are frozen, those of "attention" have, or "" none.
+        adapters: "all" matrices have one and are frozen, those of "attention" have, or "" none; or
+            names and patterns of those that have.
     """
     copies = profile.adapter_input_bytes if adapters else 0.0
     read = 0.0 if copies else profile.input_bytes
     total = LayerBytes()
     for layer in layers:
-        each = _attention(layer.attention, hidden, profile, read)
-        block_read = 0.0 if adapters == "attention" else read
-        each = each.plus(_feed_forward(layer.feed_forward, hidden, profile, block_read))
+        adapted = layer.adapted(hidden, adapters or "all")
+        trained = {product.name for product in adapted}
+        first = {product.name for product in layer.attention.products(hidden)} - _LAST
+        each = _attention(layer.attention, hidden, profile, read if first & trained else 0.0)
+        each = each.plus(_feed_forward(layer.feed_forward, hidden, profile, read, trained))
         norms = max(0, layer.norms - 2) * ITEM_BYTES * hidden
         own = LayerBytes(
             stream=norms + profile.dropout_masks * hidden,
             inner=profile.hidden_extra * hidden,
             inputs=ITEM_BYTES * hidden,
         )
-        adapted = layer.attention if adapters == "attention" else layer
-        each = each.plus(own).plus(_read_by(adapted.products(hidden)), copies)
+        each = each.plus(own).plus(_read_by(adapted), copies)
         total = total.plus(each, layer.count)
     return total
 
 
-def output_bytes(layers: Sequence[LayerShape], hidden: int, adapters: str = "") -> LayerBytes:
+def output_bytes(layers: Sequence[LayerShape], hidden: int, adapters: Adapters = "") -> LayerBytes:
     """Of what trained operators put out, of all given layers: matrices, and norms that are trained.
 
     Args:
@@ -91,8 +95,7 @@ def output_bytes(layers: Sequence[LayerShape], hidden: int, adapters: str = "") 
     total = LayerBytes()
     for layer in layers:
         stream = inner = routed = routed_inner = 0.0
-        adapted = layer.attention if adapters == "attention" else layer
-        for product in adapted.products(hidden):
+        for product in layer.adapted(hidden, adapters or "all"):
             elements = ITEM_BYTES * product.outputs * product.active
             is_cut = product.split == "column"
             if product.is_expert:
@@ -156,22 +159,38 @@ def _attention(
 
 
 def _feed_forward(
-    block: FeedForwardShape, hidden: int, profile: MemoryProfile, input_bytes: float
+    block: FeedForwardShape,
+    hidden: int,
+    profile: MemoryProfile,
+    input_bytes: float,
+    trained: Collection[str],
 ) -> LayerBytes:
-    """Norm input, block input, what lies between its matrices; tokens sent to experts."""
+    """Norm input, block input, what lies between its matrices; tokens sent to experts.
+
+    Args:
+        input_bytes: of an element that a matrix among `trained` reads.
+    """
     if not block.width and not block.num_experts:
         return LayerBytes()
+
+    def read(*modules: str) -> float:
+        return input_bytes if any(module in trained for module in modules) else 0.0
+
     gated = 2.0 * profile.wide_bytes + profile.wide_extra
-    wide = (gated if block.is_gated else profile.wide_bytes) + input_bytes
-    stream = (ITEM_BYTES + input_bytes) * hidden
+    wide = gated if block.is_gated else profile.wide_bytes
+    first = ("gate_proj", "up_proj")
+    shared_first = tuple(f"shared_experts.{name}" for name in first)
+    expert_first = tuple(f"experts.{name}" for name in first)
+    inner = (wide + read("down_proj")) * block.width
     if not block.num_experts:
-        return LayerBytes(stream=stream, inner=wide * block.width)
+        return LayerBytes(stream=(ITEM_BYTES + read(*first)) * hidden, inner=inner)
     sent = block.expert_hidden or hidden
+    read_by_all = read("gate", *first, *shared_first, *expert_first)
     return LayerBytes(
-        stream=stream + 4.0 * block.num_experts,  # probabilities in fp32
-        inner=wide * (block.width + block.shared_width),
-        routed_stream=(ITEM_BYTES + input_bytes) * block.num_active * sent,
-        routed_inner=wide * block.num_active * block.expert_width,
+        stream=(ITEM_BYTES + read_by_all) * hidden + 4.0 * block.num_experts,  # fp32 probabilities
+        inner=inner + (wide + read("shared_experts.down_proj")) * block.shared_width,
+        routed_stream=(ITEM_BYTES + read(*expert_first)) * block.num_active * sent,
+        routed_inner=(wide + read("experts.down_proj")) * block.num_active * block.expert_width,
     )
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from phalanx.cost.layer_shape import Adapters
 from phalanx.cost.memory_software import MemoryProfile
 from phalanx.cost.model_shape import LayerShape, ModelShape, Product
 from phalanx.cost.training_plans import SCHEDULES, Column
@@ -81,15 +82,14 @@ def _cut(product: Product, layer: LayerShape, tensor: Column) -> Column:
 
 
 def adapter_params(
-    shape: ModelShape, columns: Mapping[str, Column], rank: int, targets: str, shares: Shares
+    shape: ModelShape, columns: Mapping[str, Column], rank: int, targets: Adapters, shares: Shares
 ) -> tuple[Column, Column]:
     """(dense, expert) parameters of rank R factors on the target layers, before sharding."""
     tensor, experts = columns["tensor"], columns["expert"] * columns["expert_tensor"]
     dense, expert = np.zeros(tensor.shape), np.zeros(tensor.shape)
     for layer in shape.layers:
         held = layer.count * _share(shares, layer)
-        of = layer.attention if targets == "attention" else layer
-        for product in of.products(shape.hidden):
+        for product in layer.adapted(shape.hidden, targets):
             inputs = product.inputs / (tensor if product.split == "row" else 1.0)
             outputs = product.outputs / (tensor if product.split == "column" else 1.0)
             if product.is_expert:
@@ -125,6 +125,7 @@ def state_bytes(
     has_embedding: Column,
     method: str,
     lora_rank: int,
+    lora_targets: tuple[str, ...],
     base_bits: int,
 ) -> States:
     """Of ranks that hold such shares of the layers and so many tables."""
@@ -144,7 +145,8 @@ def state_bytes(
     if is_lora:
         quantised = base_bits / 8.0 * (1.0 + QUANTISED_OVERHEAD)
         stored = quantised if base_bits < 16 else profile.frozen_bytes
-        trained = adapter_params(shape, columns, lora_rank, profile.adapters, shares)
+        targets = lora_targets or profile.adapters
+        trained = adapter_params(shape, columns, lora_rank, targets, shares)
     else:
         trained = (dense, expert)
     weights = copies * cut(dense, expert, 3) * stored

@@ -95,8 +95,10 @@ def compute_work(shape: ModelShape, plans: TrainingPlans) -> ComputeWork:
 
 def _layer(shape: ModelShape, layer: LayerShape, plans: TrainingPlans) -> dict[str, Any]:
     counted: dict[str, Any] = dict.fromkeys(_PRODUCT_COLUMNS, 0.0)
+    adapted = set(layer.adapted(shape.hidden, plans.lora_targets or "all"))
     for product in layer.products(shape.hidden):
-        for name, value in _product(product, plans, layer.feed_forward.is_gated).items():
+        is_gated, is_adapted = layer.feed_forward.is_gated, product in adapted
+        for name, value in _product(product, plans, is_gated, is_adapted).items():
             counted[name] = counted[name] + value
     products = counted["products"] + counted["experts"]
     counted |= _attention(layer.attention, plans)
@@ -116,7 +118,9 @@ _PRODUCT_COLUMNS = (
 )
 
 
-def _product(product: Product, plans: TrainingPlans, is_gated: bool) -> dict[str, Any]:
+def _product(
+    product: Product, plans: TrainingPlans, is_gated: bool, is_adapted: bool
+) -> dict[str, Any]:
     """Columns that one matrix (or all its copies) of a gated block, or another, adds to."""
     tokens, inputs, outputs, held = _local_sizes(product, plans)
     element_bytes = {"fp8": 1.0, "fp4": 0.5}.get(plans.precision, 2.0)
@@ -134,7 +138,8 @@ def _product(product: Product, plans: TrainingPlans, is_gated: bool) -> dict[str
     else:
         found |= {"product_flops": flops, "product_bytes": moved, "products": 1.0}
         found |= {"weight_bytes": weights * _MASTER_BYTES, "dense_params": weights}
-    if plans.method == "lora" and not product.is_expert and product.name != "gate":
+    is_adapted &= not product.is_expert and product.name != "gate"
+    if plans.method == "lora" and is_adapted:
         rank = plans.lora_rank
         found["adapter_flops"] = 2.0 * tokens * rank * (inputs + outputs)
         found["adapter_bytes"] = tokens * (inputs + 3 * outputs + 2 * rank) * _STREAM_BYTES

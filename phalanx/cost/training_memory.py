@@ -174,7 +174,7 @@ def _by_kind(
     shape: ModelShape, profile: MemoryProfile, plans: TrainingPlans
 ) -> tuple[list[LayerBytes], list[LayerBytes]]:
     """What is kept, and what is put out, of all layers without and of all with experts."""
-    adapters = profile.adapters if plans.method == "lora" else ""
+    adapters = plans.lora_targets or profile.adapters if plans.method == "lora" else ""
     dense = [layer for layer in shape.layers if not layer.feed_forward.num_experts]
     mixed = [layer for layer in shape.layers if layer.feed_forward.num_experts]
     return (
@@ -204,6 +204,7 @@ def _terms_at(
         has_embedding=stage.has_embedding,
         method=plans.method,
         lora_rank=plans.lora_rank,
+        lora_targets=plans.lora_targets,
         base_bits=plans.base_bits,
     )
     tokens = columns["micro_rows"] * columns["row_tokens"] / columns["context"]

@@ -47,7 +47,9 @@ class TrainingPlans:
         offload: share of moments and master weights that live in host memory.
     Scalars:
         method: "pretrain", "full" or "lora".
-        lora_rank: of adapters on all linear layers; base_bits: of frozen weights (QLoRA: 4).
+        lora_rank: of adapters; lora_targets: names or patterns of the matrices that have one; ():
+            those that `software` adapts, as a rule all.
+        base_bits: of frozen weights (QLoRA: 4).
         precision: of matrix products: "bf16", "fp16", "fp8", "fp4".
         software: a key of the efficiency tables, e.g. "megatron", "torch", "nanotron"; what it
             keeps in memory and how well it overlaps.
@@ -77,6 +79,7 @@ class TrainingPlans:
     offload: Any = 0.0
     method: str = "pretrain"
     lora_rank: int = 0
+    lora_targets: tuple[str, ...] = ()
     base_bits: int = 16
     precision: str = "bf16"
     software: str = "megatron"
@@ -126,5 +129,5 @@ class TrainingPlans:
         return {name: column[at].item() for name, column in self.columns().items()}
 
 
-_SCALARS = {"method", "lora_rank", "base_bits", "precision", "software"}
+_SCALARS = {"method", "lora_rank", "lora_targets", "base_bits", "precision", "software"}
 COLUMNS = tuple(field.name for field in fields(TrainingPlans) if field.name not in _SCALARS)

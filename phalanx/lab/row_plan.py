@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import re
 from math import gcd, prod
+from typing import Any
 
 from phalanx.cost.model_shape import ModelShape
 from phalanx.cost.training_plans import RECOMPUTE, SCHEDULES, TrainingPlans
@@ -69,7 +70,7 @@ def plan_of_row(row: CsvRow, shape: ModelShape | None) -> tuple[TrainingPlans | 
         return None, missing
     software = software_of(row)
     method = _method(row)
-    columns = {
+    columns: dict[str, Any] = {
         "tensor": degrees["tp"],
         "pipeline": degrees["pp"],
         "context": degrees["cp"],
@@ -82,9 +83,15 @@ def plan_of_row(row: CsvRow, shape: ModelShape | None) -> tuple[TrainingPlans | 
         "num_micro": batch[1],
         "row_tokens": row_tokens,
         "recompute": RECOMPUTE.index(_recompute(row)),
-        "lora_rank": _lora_rank(row) if method == "lora" else 0,
     }
-    return TrainingPlans(method=method, precision=precision, software=software, **columns), []
+    plans = TrainingPlans(
+        method=method,
+        lora_rank=_lora_rank(row) if method == "lora" else 0,
+        precision=precision,
+        software=software,
+        **columns,
+    )
+    return plans, []
 
 
 def _degrees(row: CsvRow, devices: int) -> dict[str, int] | None:

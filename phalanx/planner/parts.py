@@ -155,7 +155,7 @@ def by_parts(
 
 
 def num_trained(training: Training) -> int:
-    """Elements that get a gradient; adapters of a model without `config` lie on all products."""
+    """Elements that get a gradient."""
     lora, config, shape = training.lora, training.config, training.shape
     if lora is None:
         return shape.num_params
@@ -164,7 +164,7 @@ def num_trained(training: Training) -> int:
     return sum(
         layer.count * lora.rank * (product.inputs + product.outputs) * product.copies
         for layer in shape.layers
-        for product in layer.products(shape.hidden)
+        for product in layer.adapted(shape.hidden, training.lora_targets or "all")
     )
 
 

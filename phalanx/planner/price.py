@@ -12,7 +12,7 @@ from typing import Any
 
 from phalanx.cost.memory_software import memory_software_names
 from phalanx.cost.training_plans import RECOMPUTE
-from phalanx.errors import JobError, nearest_numbers
+from phalanx.errors import JobError, nearest_names, nearest_numbers
 from phalanx.job import Job
 from phalanx.models.source import data_settings
 from phalanx.models.spec import (
@@ -157,11 +157,25 @@ def _require_read(training: Training, model: str, asks: Question) -> None:
     if asks.software and asks.software.partition(":")[0] not in families:
         rule = "no such program is priced"
         raise JobError("registry/unknown", "--software", asks.software, rule, legal=families)
+    _require_targets(training, model)
     if asks.expert_imbalance != 1.0 and not training.shape.expert_params:
         rule = f"{model} has no experts"
         raise JobError(
             "job/bad-value", "--expert-imbalance", asks.expert_imbalance, rule, legal=[1]
         )
+
+
+def _require_targets(training: Training, model: str) -> None:
+    """Adapters lie on matrices that the model has; a decoder's own list says so for itself."""
+    shape = training.shape
+    for target in training.lora_targets if training.config is None else ():
+        if not any(layer.adapted(shape.hidden, (target,)) for layer in shape.layers):
+            matrices = {
+                each.name for layer in shape.layers for each in layer.products(shape.hidden)
+            }
+            legal = nearest_names(target, matrices) or sorted(matrices)
+            rule = f"matches no matrix of {model}"
+            raise JobError("job/bad-value", "train.lora_targets", repr(target), rule, legal=legal)
 
 
 def _training(job: Job, model: PricedModel, asks: Question) -> tuple[Training, bool]:

@@ -208,6 +208,7 @@ def sized_table(
         expert_imbalance=training.expert_imbalance,
         method=training.method,
         lora_rank=training.lora.rank if training.lora else 0,
+        lora_targets=training.lora_targets,
         base_bits=training.base_bits,
         precision=training.precision,
         software=training.software_on(cluster.machine),

@@ -12,7 +12,7 @@ from phalanx.cost.training_plans import RECOMPUTE
 from phalanx.data.batches import SampleStream, num_steps
 from phalanx.hardware import Machine
 from phalanx.models.config import DecoderConfig
-from phalanx.models.spec import LoraSpec
+from phalanx.models.spec import PROJECTIONS, LoraSpec
 from phalanx.planner.profile import DataProfile
 from phalanx.planner.rows import DealtRows, FixedRows, Rows
 
@@ -96,6 +96,12 @@ class Training:
             stream = SampleStream(self.profile.samples, self.seed)
             return num_steps(stream, self.epochs, self.batch_tokens)
         return self.steps
+
+    @property
+    def lora_targets(self) -> tuple[str, ...]:
+        """Names or patterns of the matrices with an adapter, where the job names some; (): all."""
+        targets = self.lora.targets if self.lora is not None else PROJECTIONS
+        return () if set(targets) == set(PROJECTIONS) else targets
 
     @property
     def casts(self) -> bool:
