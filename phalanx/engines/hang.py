@@ -14,11 +14,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from phalanx.engines.signs import FOLDER, RUNS, Sign, ask_for_stacks, read_sign
+from phalanx.engines.signs import FOLDER, RUNS, Sign, ask_for_stacks, lack_stacks, read_sign
 from phalanx.errors import WorldError
 
 _BUSY_FRAC, _BUSY_S = 0.02, 0.03  # processor time above which a rank computes
 _BUSY_HANGS, _BUSY_PARTS = 10.0, 20.0  # when a rank that computes counts as hung
+_STACKS_S = 10.0  # for the last rank to write its stacks
 _PAUSE_S = 5.0  # without a look, for instance because this process was stopped too
 
 
@@ -85,6 +86,11 @@ class _View:
         self.vital: Vital | None = None
         self.is_live = False  # a second sign has come, so this is no file of an earlier run
         self.beat_s = self.progress_s = self.active_s = self.cpu_s = 0.0
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a signal keeps its process from running."""
+        return self.vital is not None and self.vital.state in "Tt"
 
     def restart(self, now_s: float) -> None:
         """Nothing is known before now."""
@@ -178,6 +184,14 @@ class Monitor:
         """Have all ranks write where they are."""
         ask_for_stacks(self.folder, len(self._views))
 
+    def gather_stacks(self, least_s: float) -> None:
+        """The same, and wait until they have: so long at least, longer on a busy machine."""
+        self.ask_for_stacks()
+        time.sleep(least_s)
+        end_s = time.monotonic() + _STACKS_S
+        while lack_stacks(self.folder, len(self._views)) and time.monotonic() < end_s:
+            time.sleep(0.05)
+
     def _look(self, now_s: float) -> None:
         for rank, view in enumerate(self._views):
             sign = self.last_sign(rank)
@@ -201,7 +215,7 @@ class Monitor:
             if not view.sign.is_here():
                 cause = f"has shown no sign of life for {silent_s:.0f} s"
                 return self._finding("world/timeout", view.sign, cause)
-            if view.vital is not None and view.vital.state in "Tt":
+            if view.is_stopped:
                 cause = f"has been stopped by a signal for {silent_s:.0f} s"
                 return self._finding("world/timeout", view.sign, cause)
         return None
@@ -229,9 +243,12 @@ class Monitor:
     def _idle(
         self, idle: Sequence[_View], views: Sequence[_View], stuck_s: float
     ) -> Finding | None:
-        sign = idle[0].sign
+        culprit = next((view for view in idle if view.is_stopped), idle[0])
+        sign = culprit.sign
         assert sign is not None
-        if len(idle) == len(views):
+        if culprit.is_stopped:  # its last sign may be newer than what anybody else did
+            cause = f"has been stopped by a signal while others have waited for {stuck_s:.0f} s"
+        elif len(idle) == len(views):
             cause = f"and all other ranks have waited for one another for {stuck_s:.0f} s"
         else:
             cause = f"has done nothing for {stuck_s:.0f} s while others wait for it"

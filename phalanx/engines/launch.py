@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 LAUNCHER_VARIABLE = "PHALANX_LAUNCHER"  # process id of the launcher, for its ranks
 GRACE_S = 5.0  # for the others to end by themselves once a rank has failed
 _TAIL_LINES = 12
-_STACKS_S = 1.0  # for ranks to write their stacks
+_STACKS_S = 1.0  # at least, for ranks to write their stacks
 # Of an outer launcher; ranks that saw them would look for its store.
 _OUTER = (
     *("TORCHELASTIC_", "SLURM_", "PMI_", "PMIX_", "OMPI_"),
@@ -152,6 +152,7 @@ class _Rank:
             errors="replace",
             process_group=0,  # Ctrl-C reaches only the launcher
         )
+        self.was_cut_off = False  # by this process, before it had ended
         self.tail: deque[str] = deque(maxlen=_TAIL_LINES)
         self._readers = [
             threading.Thread(target=_read, args=(self.process.stdout, on_line), daemon=True),
@@ -175,6 +176,7 @@ class _Rank:
             self.process.send_signal(number)
 
     def stop(self) -> None:
+        self.was_cut_off = self.code is None
         self.send(signal.SIGKILL)
         self.process.wait()
         for reader in self._readers:
@@ -185,6 +187,9 @@ class _Rank:
         code, sign = self.process.returncode, monitor.last_sign(self.rank) if monitor else None
         detail = "\n".join(self.tail)
         where = f"rank {self.rank}" + (f" on {sign.host}" if sign else "")
+        if sign is not None and self.was_cut_off:
+            rule = f"{sign.error}; {sign.place()}"
+            return WorldError("world/failed", where, None, rule, detail=detail)
         if code < 0:
             rule = f"was ended by signal {-code} ({signal.Signals(-code).name})"
             rule += f"; {sign.place()}" if sign else ""
@@ -242,18 +247,20 @@ class _Wait:
         return bool(new)
 
     def _first(self) -> _Rank | None:
-        """The cause: a rank that a signal ended, or the one that noted an error first."""
+        """The cause: a rank that a signal ended, or the one that noted an error first, though it
+        may take longer to end than those whom it left alone."""
+        if not self.failed:
+            return None
         for each in self.failed:
             if each.code is not None and each.code < 0:
                 return each
         noted = self.monitor.failed_at_s if self.monitor else lambda rank: float("inf")
-        return min(self.failed, key=lambda each: noted(each.rank), default=None)
+        return min([*self.failed, *self.ranks], key=lambda each: noted(each.rank))
 
     def _look_for_hangs(self) -> None:
         found = self.monitor.poll() if self.monitor else None
         if found is not None and self.monitor is not None:
-            self.monitor.ask_for_stacks()
-            time.sleep(_STACKS_S)
+            self.monitor.gather_stacks(_STACKS_S)
             raise found.error()
 
     def _overdue(self, limit_s: float | None) -> WorldError:

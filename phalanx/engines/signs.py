@@ -115,3 +115,17 @@ def ask_for_stacks(folder: Path, num_ranks: int) -> None:
             continue  # it has ended meanwhile
     if away:
         (folder / FOLDER / DUMP_REQUEST).touch()
+
+
+def lack_stacks(folder: Path, num_ranks: int) -> bool:
+    """Whether a rank that still runs has written no stacks yet."""
+    signs = (read_sign(folder, rank) for rank in range(num_ranks))
+    running = (sign for sign in signs if sign is not None and sign.state == RUNS)
+    return any(_is_empty(stack_path(folder, sign.rank)) for sign in running)
+
+
+def _is_empty(path: Path) -> bool:
+    try:
+        return path.stat().st_size == 0
+    except OSError:
+        return False  # who took it away will not read it

@@ -148,8 +148,7 @@ class Watch:
         """End this process: whoever started the ranks then ends the others."""
         assert self._monitor is not None
         self._say(found)
-        self._monitor.ask_for_stacks()
-        time.sleep(_WORDS_S)
+        self._monitor.gather_stacks(_WORDS_S)
         os._exit(_HANG_EXIT)
 
     def _say(self, found: Finding) -> None:

@@ -20,9 +20,9 @@ from phalanx.engines.watch import Watch
 from phalanx.errors import WorldError
 
 MODULE, HANG_S = "tests.engines.watched_rank", 2.0
-# the newest sign of a rank that was killed may be a step old on a busy machine
-_ENDS = "(done|not seen to end)"
-LAST = re.compile(rf"last collective: all_reduce default_pg#[12], 4000 bytes, {_ENDS}")
+# limits that a machine many times as slow, or as busy, must keep too: only a hang goes beyond
+START_S, END_S, LAUNCH_S = 200.0, 60.0, 300.0
+LAST = re.compile("last collective: all_reduce default_pg#2, 4000 bytes, (done|not seen to end)")
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 
@@ -36,7 +36,7 @@ def launched(folder: Path, deed: str) -> list[str]:
     lines: list[str] = []
     monitor = Monitor(folder, 2, HANG_S)
     arguments = [str(folder), deed, str(HANG_S)]
-    launch_local(MODULE, arguments, 2, on_line=lines.append, timeout_s=60.0, monitor=monitor)
+    launch_local(MODULE, arguments, 2, on_line=lines.append, timeout_s=LAUNCH_S, monitor=monitor)
     return lines
 
 
@@ -44,7 +44,7 @@ def pids(folder: Path) -> list[int]:
     return [sign.pid for rank in range(2) if (sign := read_sign(folder, rank))]
 
 
-def are_gone(numbers: list[int], within_s: float = 5.0) -> bool:
+def are_gone(numbers: list[int], within_s: float = END_S) -> bool:
     end_s = time.monotonic() + within_s
     while any(is_running(number) for number in numbers):
         if time.monotonic() > end_s:
@@ -64,10 +64,11 @@ def is_running(pid: int) -> bool:
 @pytest.mark.parametrize(
     ("deed", "code", "told"),
     [
-        ("die", "world/dead", "was ended by signal 9 (SIGKILL); in step"),
-        ("stop", "world/timeout", "has been stopped by a signal for 2 s; in step"),
-        ("sleep", "world/timeout", "has done nothing for 2 s while others wait for it"),
-        ("raise", "world/failed", "RuntimeError: no such thing; in step 4 (step)"),
+        ("die", "world/dead", r"was ended by signal 9 \(SIGKILL\); in step"),
+        ("stop", "world/timeout", r"has been stopped by a signal .*\d s; in step"),
+        ("sleep", "world/timeout", r"has done nothing for \d+ s while others wait for it"),
+        ("raise", "world/failed", r"RuntimeError: no such thing; in step 4 \(step\)"),
+        ("linger", "world/failed", r"RuntimeError: no such thing; in step 4 \(step\)"),
         ("refuse", "world/failed", "data/row: rows.jsonl:3: is a row of no known form"),
     ],
 )
@@ -76,9 +77,9 @@ def test_the_cause_is_named_with_its_last_collective_and_the_stacks_of_all(
 ):
     with pytest.raises(WorldError) as caught:
         launched(tmp_path, deed)
-    assert time.monotonic() - float((tmp_path / "deed").read_text()) < HANG_S + 10
+    assert time.monotonic() - float((tmp_path / "deed").read_text()) < HANG_S + END_S
     line = str(caught.value).splitlines()[0]
-    assert caught.value.code == code and line.startswith("rank 1") and told in line
+    assert caught.value.code == code and line.startswith("rank 1") and re.search(told, line)
     if deed != "refuse":
         assert f"on {os.uname().nodename}" in line
         assert LAST.search(line)
@@ -105,12 +106,12 @@ def test_ranks_end_with_their_launcher(tmp_path, number):
     )
     launcher = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL)
     try:
-        end_s = time.monotonic() + 40
+        end_s = time.monotonic() + START_S
         while not all(s and s.step == 3 for s in (read_sign(tmp_path, r) for r in range(2))):
             assert time.monotonic() < end_s
             time.sleep(0.1)
         launcher.send_signal(number)
-        assert launcher.wait(timeout=15) != 0
+        assert launcher.wait(timeout=END_S) != 0
     finally:
         launcher.kill()
         launcher.wait()
@@ -122,20 +123,24 @@ def test_ranks_end_with_their_launcher(tmp_path, number):
     ("deed", "told"),
     [
         ("die", "error[world/dead]: rank 1 on {host}: has died; in step"),
-        ("stop", "error[world/timeout]: rank 1 on {host}: has been stopped by a signal for 2 s"),
-        ("sleep", "error[world/timeout]: rank 1 on {host}: has done nothing for 2 s"),
+        ("stop", "error[world/timeout]: rank 1 on {host}: has been stopped by a signal"),
+        ("sleep", "error[world/timeout]: rank 1 on {host}: has done nothing for"),
         ("raise", "rank 1 on {host}: failed first: RuntimeError: no such thing"),
     ],
 )
 def test_under_torchrun_the_first_rank_names_the_cause(tmp_path, deed, told):
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", MODULE]
     done = subprocess.run(
-        [*command, str(tmp_path), deed, str(HANG_S)], capture_output=True, text=True, timeout=90
+        [*command, str(tmp_path), deed, str(HANG_S)],
+        capture_output=True,
+        text=True,
+        timeout=LAUNCH_S,
     )
     assert done.returncode != 0
     told = told.format(host=os.uname().nodename)
-    (line,) = [line for line in done.stderr.splitlines() if told in line]
+    line, *again = [line for line in done.stderr.splitlines() if told in line]
     assert LAST.search(line)
+    assert not again or deed == "sleep"  # where torchrun is slow, the sleeper finds itself, too
     assert are_gone(pids(tmp_path))
 
 
@@ -220,10 +225,17 @@ def test_a_rank_that_waits_for_its_disk_is_no_hang(tmp_path):
     assert job.run(60, ahead=(0,)) is None
 
 
+def test_a_stopped_rank_is_called_so_although_its_last_sign_came_late(tmp_path):
+    job = Job(tmp_path, 3)
+    job.state[2] = "T"
+    found = job.run(30, ahead=(0, 1))
+    assert found.where.startswith("rank 2 on") and "stopped by a signal" in found.cause
+
+
 def test_the_kernel_says_how_long_a_process_computed_and_when_it_has_ended():
     child = subprocess.Popen([sys.executable, "-c", "while True: pass"])
     try:
-        end_s = time.monotonic() + 20
+        end_s = time.monotonic() + END_S
         while (seen := vital_of(child.pid)) is None or seen.cpu_s < 0.1:
             assert time.monotonic() < end_s
             time.sleep(0.05)

@@ -2,11 +2,12 @@
 
     python -m tests.engines.watched_rank RUN_FOLDER DEED HANG_S
 
-At step 3 rank 1 does its DEED.
+At step 3 rank 1 does its DEED, once its newest sign says that it is there.
 """
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import sys
@@ -18,6 +19,7 @@ import torch.distributed as dist
 
 from phalanx.engines.checkpoint import StopSignal
 from phalanx.engines.process import start_process
+from phalanx.engines.signs import read_sign
 from phalanx.engines.watch import Watch
 from phalanx.errors import JobError, PhalanxError
 from phalanx.mesh import Mesh
@@ -29,6 +31,11 @@ def compute(seconds: float) -> None:
     end_s = time.monotonic() + seconds
     while time.monotonic() < end_s:
         torch.ones(64, 64) @ torch.ones(64, 64)
+
+
+def await_sign(folder: Path, rank: int) -> None:
+    while (sign := read_sign(folder, rank)) is None or sign.step < STEP:
+        time.sleep(0.01)
 
 
 DEEDS = {
@@ -43,8 +50,11 @@ DEEDS = {
 def step(number: int, rank: int, deed: str, folder: str) -> None:
     compute(0.1)
     if rank == 1 and number == STEP:
+        await_sign(Path(folder), rank)
         (Path(folder) / "deed").write_text(str(time.monotonic()))
-        if deed == "raise":
+        if deed == "linger":
+            atexit.register(time.sleep, 100.0)
+        if deed in ("raise", "linger"):
             raise RuntimeError("no such thing")
         if deed == "refuse":
             raise JobError("data/row", "rows.jsonl:3", None, "is a row of no known form")
