@@ -23,7 +23,8 @@ def kept_bytes(num_layers, adapters):
     model = LlamaForCausalLM(config).to(torch.bfloat16).train()
     decoder = model.model
     if adapters:
-        targets = ATTENTION if adapters == "attention" else "all-linear"
+        words = {"attention": ATTENTION, "all": "all-linear"}
+        targets = list(adapters) if isinstance(adapters, tuple) else words[adapters]
         get_peft_model(model, LoraConfig(r=8, target_modules=targets))
     own = {each.untyped_storage().data_ptr() for each in model.state_dict().values()}
     kept = {}
@@ -40,7 +41,10 @@ def kept_bytes(num_layers, adapters):
     return sum(size for size, _ in kept.values())
 
 
-@pytest.mark.parametrize("adapters", ["", "attention", "all"])
+@pytest.mark.parametrize(
+    "adapters",
+    ["", "attention", "all", ("q_proj", "v_proj"), ("down_proj",), ("o_proj", "up_proj")],
+)
 def test_a_layer_keeps_what_the_profile_says(adapters):
     attention = AttentionShape(num_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=HIDDEN // HEADS)
     layer = LayerShape(count=1, attention=attention, feed_forward=FeedForwardShape(width=WIDTH))
