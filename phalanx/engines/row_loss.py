@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,6 +14,7 @@ from phalanx.data.batches import MicroBatch
 from phalanx.engines.trainer_model import TrainModel
 from phalanx.engines.user_loss import LossFunction, user_loss
 from phalanx.ops.dropout import DropoutKey
+from phalanx.ops.placed import placed
 
 
 class DropoutKeys(NamedTuple):
@@ -50,14 +50,14 @@ def row_inputs(
     """
     own, key = model.own_tokens(row), None
     if dropout is not None:
-        key = DropoutKey(dropout.seed, dropout.step, _placed(own.global_tokens_S, device))
+        key = DropoutKey(dropout.seed, dropout.step, placed(own.global_tokens_S, device))
     keywords = {
-        "positions_S": _placed(own.positions_S, device),
+        "positions_S": placed(own.positions_S, device),
         "document_starts": own.document_starts,
         "dropout": key,
         "attend": model.attend(row),
     }
-    return _placed(own.tokens_S, device), keywords
+    return placed(own.tokens_S, device), keywords
 
 
 def hidden_loss(
@@ -70,7 +70,7 @@ def hidden_loss(
 ) -> Tensor:
     """The same from what the decoder, or its last stage, returned for the row."""
     own = model.own_tokens(row)
-    counted_N, targets_N = (_placed(each, device) for each in (own.counted_N, own.targets_N))
+    counted_N, targets_N = (placed(each, device) for each in (own.counted_N, own.targets_N))
     if loss is None:
         return model.loss(hidden_SD, counted_N, targets_N, num_counted_global)
     return user_loss(
@@ -82,11 +82,3 @@ def hidden_loss(
         num_counted_global=num_counted_global,
         vocab_size=model.decoder.config.vocab_size,
     )
-
-
-def _placed(array: np.ndarray, device: torch.device) -> Tensor:
-    """An array on the device; from pinned memory, as a copy from any other waits for a GPU."""
-    tensor = torch.from_numpy(array)
-    if device.type == "cuda":
-        tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=True)

@@ -10,12 +10,14 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from phalanx.errors import JobError
 from phalanx.ops import native
+from phalanx.ops.placed import placed
 
 _QUERY_BLOCK = 128  # a block's scores stay in cache; measured best of 64 to 512 on AVX-512
 _MOST_FLASH_CHANNELS = 256
@@ -61,7 +63,7 @@ class Documents:
 
 @lru_cache(maxsize=8)  # every layer asks for the same one
 def _bounds_tensor(bounds: tuple[int, ...], device: torch.device) -> Tensor:
-    return torch.tensor(bounds, dtype=torch.int32, device=device)
+    return placed(np.array(bounds, dtype=np.int32), device)
 
 
 def packed_attention(

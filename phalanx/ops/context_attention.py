@@ -44,6 +44,7 @@ from phalanx.ops.attention import Documents, packed_attention
 from phalanx.ops.context_gather import GatheredAttention, WantedAttention
 from phalanx.ops.context_heads import to_heads, to_tokens
 from phalanx.ops.context_ring import RingAttention
+from phalanx.ops.placed import placed
 
 
 class PartAttend(Protocol):
@@ -146,7 +147,7 @@ def ulysses_attention(
     copies = key_copies(num_kv_heads, size)
     k_cKC, v_cKC = (x.repeat_interleave(copies, 1) if copies > 1 else x for x in (k_cKC, v_cKC))
     parts = [x.unflatten(1, (size, -1)) for x in (q_cHC, k_cKC, v_cKC)]
-    order = torch.from_numpy(part.order(size)).to(q_cHC.device, non_blocking=True)
+    order = placed(part.order(size), q_cHC.device)
     both = to_heads(torch.cat(parts, dim=2).flatten(1, 2), order, group)
     q_SHC, k_SKC, v_SKC = both.split([x.shape[2] for x in parts], dim=1)
     if attend is None:

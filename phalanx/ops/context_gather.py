@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from phalanx.layout.token_layout import KeysSeen
 from phalanx.ops.partial_attention import partial_attention, partial_attention_backward
+from phalanx.ops.placed import placed
 
 
 def _stretch(
@@ -24,11 +25,6 @@ def _stretch(
     """Attention on all the keys that the queries see: out in the dtype of q, and lse."""
     out_cHC, lse_cH = partial_attention(q_cHC, k_TKC, v_TKC, seen, scale=scale)
     return out_cHC.to(q_cHC.dtype), lse_cH
-
-
-def _index(rows: np.ndarray, like: Tensor) -> Tensor:
-    """On the device of `like`, without waiting for what runs there."""
-    return torch.from_numpy(rows).to(like.device, non_blocking=True)
 
 
 class GatheredAttention(torch.autograd.Function):
@@ -40,7 +36,7 @@ class GatheredAttention(torch.autograd.Function):
         rows = kv.new_empty(group.size() * len(kv), *kv.shape[1:])
         dist.all_gather_single(rows, kv, group=group)
         at_S = part.layout.inverse_S
-        at_S = _index(at_S + at_S // length * length, kv)  # a rank's v follow k
+        at_S = placed(at_S + at_S // length * length, kv.device)  # a rank's v follow k
         k_SKC, v_SKC = rows[at_S], rows[at_S + length]
         out_cHC, lse_cH = _stretch(q_cHC, k_SKC, v_SKC, part.row_seen(window), scale)
         ctx.save_for_backward(q_cHC, k_SKC, v_SKC, out_cHC, lse_cH)
@@ -56,7 +52,7 @@ class GatheredAttention(torch.autograd.Function):
         grads = partial_attention_backward(
             grad_cHC, q_cHC, k_SKC, v_SKC, out_cHC, lse_cH, seen, scale=scale
         )
-        at_S = _index(part.layout.permutation_S, grad_cHC)
+        at_S = placed(part.layout.permutation_S, grad_cHC.device)
         by_rank = [x[at_S].to(sum_dtype).unflatten(0, (group.size(), -1)) for x in grads[1:]]
         rows = torch.cat(by_rank, dim=1).flatten(0, 1)
         own = rows.new_empty(2 * len(q_cHC), *rows.shape[1:])
@@ -72,9 +68,9 @@ class WantedAttention(torch.autograd.Function):
     def forward(ctx, q_cHC, k_cKC, v_cKC, part, group, scale, window):
         wanted = part.wanted(window)
         kv_cLC = torch.cat([k_cKC, v_cKC], dim=1)  # both of a token together
-        sent = kv_cLC[_index(wanted.sent_T, kv_cLC)]
+        sent = kv_cLC[placed(wanted.sent_T, kv_cLC.device)]
         came = _swapped(sent, wanted.num_sent, wanted.num_came, group)
-        kv_TLC = torch.cat([kv_cLC, came])[_index(wanted.order_T, kv_cLC)]
+        kv_TLC = torch.cat([kv_cLC, came])[placed(wanted.order_T, kv_cLC.device)]
         k_TKC, v_TKC = kv_TLC.chunk(2, dim=1)
         out_cHC, lse_cH = _stretch(q_cHC, k_TKC, v_TKC, wanted.seen, scale)
         ctx.save_for_backward(q_cHC, k_TKC, v_TKC, out_cHC, lse_cH)
@@ -89,11 +85,11 @@ class WantedAttention(torch.autograd.Function):
         grad_q_cHC, *grads = partial_attention_backward(
             grad_cHC, q_cHC, k_TKC, v_TKC, out_cHC, lse_cH, wanted.seen, scale=scale
         )
-        at_T = _index(np.argsort(wanted.order_T), grad_cHC)
+        at_T = placed(np.argsort(wanted.order_T), grad_cHC.device)
         grad_TLC = torch.cat(grads, dim=1)[at_T]
         own_cLC, others = grad_TLC[: len(q_cHC)], grad_TLC[len(q_cHC) :]
         back = _swapped(others.contiguous(), wanted.num_came, wanted.num_sent, group)
-        own_cLC.index_add_(0, _index(wanted.sent_T, grad_cHC), back)
+        own_cLC.index_add_(0, placed(wanted.sent_T, grad_cHC.device), back)
         grad_kv = (x.to(k_TKC.dtype) for x in own_cLC.chunk(2, dim=1))
         return grad_q_cHC.to(q_cHC.dtype), *grad_kv, None, None, None, None
 

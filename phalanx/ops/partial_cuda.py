@@ -15,11 +15,13 @@ from functools import lru_cache
 from itertools import accumulate, groupby, pairwise
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from phalanx.layout.token_layout import KeysSeen
-from phalanx.ops.partial_flash import Run, runs_of
+from phalanx.ops.partial_flash import MOST_REMEMBERED, Run, runs_of
+from phalanx.ops.placed import placed
 
 _MOST_CHANNELS = 256
 _forward = torch.ops.aten._flash_attention_forward
@@ -105,7 +107,7 @@ class _Call(NamedTuple):
     window: dict[str, Any]
 
 
-@lru_cache(maxsize=32)  # every layer asks for the same few, and a copy to the device takes longer
+@lru_cache(MOST_REMEMBERED)  # every layer asks for the same, and a copy to the device takes longer
 def _calls(seen: KeysSeen, device: torch.device) -> tuple[_Call, ...]:
     def kind(run: Run) -> tuple[bool, int]:
         return run.is_causal, run.window or 0
@@ -125,8 +127,9 @@ def _calls(seen: KeysSeen, device: torch.device) -> tuple[_Call, ...]:
 
 def _packed(slices: list[slice], device: torch.device) -> tuple[Tensor | range, Tensor, int]:
     lengths = [each.stop - each.start for each in slices]
-    bounds = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+    bounds = np.array([0, *accumulate(lengths)], dtype=np.int32)
     at: Tensor | range = range(slices[0].start, slices[-1].stop)
     if any(one.stop != other.start for one, other in pairwise(slices)):
-        at = torch.cat([torch.arange(each.start, each.stop) for each in slices]).to(device)
-    return at, bounds.to(device), max(lengths)
+        rows = [np.arange(each.start, each.stop) for each in slices]
+        at = placed(np.concatenate(rows), device)
+    return at, placed(bounds, device), max(lengths)

@@ -19,6 +19,7 @@ from phalanx.ops.partial_sum import add_partial_
 
 _FEWEST_QUERIES = 32  # of a run on average: below, the calls cost more than they save
 _FEWEST_RUNS = 4  # are taken, however short they are
+MOST_REMEMBERED = 256  # of a layer: one for each rank of a ring, with and without a window
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
@@ -39,7 +40,7 @@ class Run(NamedTuple):
     window: int | None
 
 
-@lru_cache(maxsize=32)  # every layer asks for the same few
+@lru_cache(MOST_REMEMBERED)  # every layer asks for the same
 def runs_of(seen: KeysSeen) -> tuple[Run, ...] | None:
     """The queries that see anything, in few runs; None where those would be short."""
     first_Q, last_Q = seen.first_Q, seen.last_Q

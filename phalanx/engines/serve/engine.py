@@ -27,6 +27,7 @@ from phalanx.engines.serve.sleep import Sleeper
 from phalanx.engines.serve.step import BatchPlan, Output, StepResult
 from phalanx.errors import JobError, PlanError
 from phalanx.models.spec import LoraSpec
+from phalanx.ops.placed import placed
 
 _SCORED_ROWS = 64  # prompt rows whose logits exist at once
 _INCOMPLETE = "+incomplete"
@@ -272,8 +273,10 @@ class ServeEngine:
             end = self.kv.length(each.id)
             tokens += each.tokens[end - count : end]
             positions += range(end - count, end)
-        tokens_S = torch.tensor(tokens).to(self.model.device, non_blocking=True)
-        positions_S = torch.tensor(positions).to(self.model.device, non_blocking=True)
+        tokens_S, positions_S = (
+            placed(np.array(each, dtype=np.int64), self.model.device)
+            for each in (tokens, positions)
+        )
         steps = self.kv.step([each.id for each in live], counts)
         slots = [self.adapter_slot(each.id) for each in live]
         adapters = self.adapters.batch(slots, counts)

@@ -18,6 +18,7 @@ from phalanx.engines.serve.blocks import BLOCK_TOKENS, BlockTables, num_blocks_o
 from phalanx.engines.serve.kv_room import KvLimits, num_sliding_blocks, require_one_request
 from phalanx.errors import JobError
 from phalanx.models.spec import AttentionKind, DecoderConfig
+from phalanx.ops.placed import placed
 
 
 @dataclass(frozen=True)
@@ -256,4 +257,4 @@ class PagedKv:
         return Segment(start, start + count, self._put(tables.table[row, places]), first, length)
 
     def _put(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(self.device, non_blocking=True)
+        return placed(np.ascontiguousarray(array), self.device)
