@@ -12,7 +12,12 @@ from typing import Any
 import numpy as np
 
 from phalanx.cost.model_shape import ModelShape
-from phalanx.cost.training_bubble import bubble_micro_batches, stage_layers
+from phalanx.cost.training_bubble import (
+    again_micro_batches,
+    bubble_micro_batches,
+    split_frac,
+    stage_layers,
+)
 from phalanx.cost.training_compute import ComputeWork, compute_work
 from phalanx.cost.training_efficiency import writes_scores
 from phalanx.cost.training_plans import TrainingPlans
@@ -26,8 +31,8 @@ class StepWork:
     Attributes:
         compute, traffic: of a mean layer, of the head, and of all weights.
         plan: columns of the plans that prices depend on, and what follows from them: layers of the
-            fullest and the last pipeline rank, idle micro-batches, parameters that a rank updates
-            and holds.
+            fullest and the last pipeline rank, idle micro-batches, backward passes in two parts,
+            parameters that a rank updates and holds.
     """
 
     compute: ComputeWork
@@ -55,6 +60,7 @@ def count_step(shape: ModelShape, plans: TrainingPlans, domain: int) -> StepWork
     )
     traffic = traffic_of(shape, plans, domain, gathered, trained)
     (_, shared, _), (_, expert_shared, _) = sharing_ranks(plans)
+    bubble = bubble_micro_batches(plans.schedule, plans.pipeline, plans.virtual, plans.num_micro)
     plan = {
         "layers": fullest,
         "last_layers": last,
@@ -65,9 +71,9 @@ def count_step(shape: ModelShape, plans: TrainingPlans, domain: int) -> StepWork
         "tensor_calls": 2 * tensor_blocks(shape, plans),
         "virtual": plans.virtual,
         "domains": plans.devices / domain,
-        "bubble": bubble_micro_batches(
-            plans.schedule, plans.pipeline, plans.virtual, plans.num_micro
-        ),
+        "bubble": bubble,
+        "bubble_again": again_micro_batches(plans.schedule, plans.pipeline, bubble),
+        "split": split_frac(plans.schedule, plans.pipeline, plans.num_micro),
         "zero": plans.zero,
         "keeps_gathered": plans.keeps_gathered,
         "recompute": plans.recompute,

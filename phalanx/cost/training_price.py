@@ -7,7 +7,8 @@ Seconds t of a layer, forward: the longer of what the device and what the host t
     host     a launch per operator, calls and rounds of collectives inside the layer
     Between the two a power mean of order 4: kernels of one layer are not all bound by the same.
 Backward: products twice (frozen ones once), attention 2.5 times, the rest twice; with full
-recomputation the forward pass, exchanges included, once more.
+recomputation the forward pass, exchanges included, once more; twice more where the backward pass is
+in two parts, each of which computes again what it needs (`training_bubble.split_frac`).
 Traffic that may hide runs beside a window of compute and slows it; what is longer than the window
 waits (`_exposed`).
 
@@ -71,7 +72,7 @@ class Speeds:
 def price_step(work: StepWork, speeds: Speeds, rates: StepEfficiency) -> dict[str, Any]:
     """Parts of a step -> seconds. They are at least 0 and sum to the step."""
     plan = work.plan
-    layer = _layer_parts(work, speeds, rates)
+    layer, repeated_s = _layer_parts(work, speeds, rates)
     head_s = _head_s(work, speeds, rates)
     layer_s = sum(layer.values())
     whole_rank_s = plan["layers"] * layer_s
@@ -84,7 +85,9 @@ def price_step(work: StepWork, speeds: Speeds, rates: StepEfficiency) -> dict[st
     mean_rank_s = plan["mean_layers"] * layer_s + head_s / plan["pipeline"]
     # the first micro-batch passes through ranks that hold less than the fullest
     fill = np.where(plan["bubble"] > 0, mean_rank_s - np.maximum(whole_rank_s, last_rank_s), 0.0)
-    idle = plan["bubble"] * mean_rank_s + fill / np.maximum(plan["virtual"], 1)
+    again_s = plan["mean_layers"] * repeated_s
+    idle = plan["bubble"] * (mean_rank_s - again_s) + fill / np.maximum(plan["virtual"], 1)
+    idle = idle + plan["bubble_again"] * again_s / (1 + plan["split"])
     parts["bubble"] = np.maximum(idle, 0.0)
     parts["pipeline"] = _messages(work, speeds, rates)
     parts |= _data(work, speeds, rates, layers * layer_s)
@@ -93,8 +96,11 @@ def price_step(work: StepWork, speeds: Speeds, rates: StepEfficiency) -> dict[st
     return {name: value * rates.pace for name, value in parts.items()}
 
 
-def _layer_parts(work: StepWork, speeds: Speeds, rates: StepEfficiency) -> dict[str, Any]:
-    """Seconds of a mean layer, of one micro-batch, both passes."""
+def _layer_parts(
+    work: StepWork, speeds: Speeds, rates: StepEfficiency
+) -> tuple[dict[str, Any], Any]:
+    """Seconds of a mean layer, of one micro-batch, both passes; and what of them is recomputation,
+    its exchanges included."""
     plan, traffic = work.plan, work.traffic
     is_full = np.where(plan["recompute"] == _FULL, 1.0, 0.0)
     is_selective = np.where(plan["recompute"] == _SELECTIVE, 1.0, 0.0)
@@ -113,15 +119,18 @@ def _layer_parts(work: StepWork, speeds: Speeds, rates: StepEfficiency) -> dict[
     host_s = rates.launch_s * work.compute.launches + _tensor_waits(work, rates)
     there_s, back_s = (device_s + tensor_s + expert_s for device_s in (forward_s, backward_s))
     late_s = _mix(there_s, host_s) - there_s
-    again = is_full + _REPEATED_LAUNCHES * is_selective
-    return {
+    times = 1 + plan["split"]
+    repeats, again = times * is_full, times * (is_full + _REPEATED_LAUNCHES * is_selective)
+    recompute_s = repeats * forward_s + times * is_selective * selective_s
+    parts = {
         "compute": forward_s + backward_s,
-        "recompute": is_full * forward_s + is_selective * selective_s,
-        "tensor": tensor_s * (2 + is_full),
-        "expert": expert_s * (2 + is_full),
+        "recompute": recompute_s,
+        "tensor": tensor_s * (2 + repeats),
+        "expert": expert_s * (2 + repeats),
         "context": context_s + context_backward_s,
         "overhead": late_s * (1 + again) + _mix(back_s, 2 * host_s) - back_s,
     }
+    return parts, recompute_s + repeats * (tensor_s + expert_s) + again * late_s
 
 
 def _device_seconds(

@@ -5,35 +5,36 @@ adds messages one after another. Here the schedule itself is played, with stages
 the head on the last, messages that hide behind compute where they can, and, if asked, documents of
 other lengths on every rank. Everything else of the step keeps the formula's seconds. No torch.
 
-A pass of a chunk of l layers takes l times a layer's parts of a micro-batch; the forward pass has a
-third of the compute (without weight gradients 0.47 of it: attention's backward is 2.5 of its
-forward) and one of the passes of every exchange.
+Stages are those of the program that runs the plan (`planner.cuts`), so the busiest rank may hold
+other layers than the formula's. A pass of a chunk of l layers takes l times a layer's parts of a
+micro-batch (`layer_passes`); input and weight gradients each compute again what is not kept.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
 
 from phalanx.cost.model_shape import ModelShape
-from phalanx.cost.training_bubble import bubble_micro_batches
+from phalanx.cost.training_bubble import bubble_micro_batches, split_frac, stage_layers
 from phalanx.cost.training_plans import RECOMPUTE, SCHEDULES, TrainingPlans
 from phalanx.cost.training_step import StepTimes, training_step
 from phalanx.errors import JobError
 from phalanx.hardware import Machine
+from phalanx.planner.cuts import Cut, equal_cut
 from phalanx.planner.runnable import order_table
 from phalanx.policy import Order
 from phalanx.registry import build
 from phalanx.worlds.pipeline_arrays import Played, Wired, play, wire
 
 PLAYED = tuple(name for name in SCHEDULES if order_table(name, 2))  # schedules that have an order
-_OF_LAYERS = ("compute", "recompute", "tensor", "expert", "context", "overhead")
+OF_LAYERS = ("compute", "recompute", "tensor", "expert", "context", "overhead")
 _EXCHANGES = ("tensor", "expert", "context", "overhead")
-_FORWARD_SHARE = {"pretrain": 1 / 3, "full": 1 / 3, "lora": 0.47}
+FORWARD_SHARE = {"pretrain": 1 / 3, "full": 1 / 3, "lora": 0.47}
 _LONG, _LONGER = 3, 5  # times as many micro-batches as ranks: the middle repeats itself from here
 
 
@@ -42,96 +43,163 @@ class Refined:
     """N plans, with the pipeline's part played.
 
     Attributes:
+        parts: what the steps are spent on -> seconds of the busiest rank [N]; their sum is the step.
         total_s: the steps [N].
         waits_s: time of the busiest pipeline rank in which it waits, of the whole step [N].
         is_played: whether the plan's schedule was played; others keep the formula [N].
     """
 
+    parts: Mapping[str, np.ndarray]
     total_s: np.ndarray
     waits_s: np.ndarray
     is_played: np.ndarray
 
 
-def refine(shape: ModelShape, plans: TrainingPlans, times: StepTimes) -> Refined:
+def refine(
+    shape: ModelShape, plans: TrainingPlans, times: StepTimes, cut: Cut | None = None
+) -> Refined:
     """Play the pipelines of some plans, one after another (5 to 100 ms each).
 
     Args:
         times: of these plans, from `training_step`.
+        cut: of the program that runs them; None: equal chunks.
     """
     columns, count = plans.columns(), (plans.shape or (1,))[0]
-    total_s = np.array(times.total_s, dtype=float).reshape(count)
-    waits_s = (times.parts["bubble"] + times.parts["pipeline"]).astype(float).reshape(count)
+    new = {name: np.array(each, dtype=float).reshape(count) for name, each in times.parts.items()}
+    waits_s = new["bubble"] + new["pipeline"]
     is_played = np.zeros(count, dtype=bool)
     for at in range(count):
         row = {name: column[at] for name, column in columns.items()}
         if row["pipeline"] == 1 or SCHEDULES[row["schedule"]] not in PLAYED:
             continue
-        parts = {name: float(values.reshape(count)[at]) for name, values in times.parts.items()}
-        stages = _stages(shape, plans, row, parts)
-        played_s = _waits_of(row, stages)
-        total_s[at] += played_s - waits_s[at]
-        waits_s[at], is_played[at] = played_s, True
-    return Refined(total_s, waits_s, is_played)
+        parts = {name: float(values[at]) for name, values in new.items()}
+        stages = _stages(shape, plans, row, parts, cut or partial(equal_cut, shape.num_layers))
+        waits_s[at], is_played[at] = _waits_of(row, stages), True
+        for name, seconds in _of_busiest(row, stages, parts, float(waits_s[at])).items():
+            new[name][at] = seconds
+    return Refined(new, np.sum(list(new.values()), axis=0), waits_s, is_played)
+
+
+@dataclass(frozen=True)
+class LayerPasses:
+    """Seconds of one micro-batch on a mean layer.
+
+    Attributes:
+        forward_s, backward_s: of a forward and of a whole backward pass.
+        weight_s, input_s: of its two parts, where it is split: together they take longer than the
+            whole, as much as is computed again.
+    """
+
+    forward_s: float
+    backward_s: float
+    weight_s: float
+    input_s: float
+
+
+def layer_passes(method: str, row: Mapping[str, Any], each: Mapping[str, float]) -> LayerPasses:
+    """The passes of a layer from its parts.
+
+    The forward pass has a third of the compute (without weight gradients 0.47 of it: attention's
+    backward is 2.5 of its forward) and one of the passes of every exchange.
+
+    Args:
+        row: of the plan.
+        each: the parts of a step that belong to layers -> seconds of a micro-batch on one, with all
+            that is computed again.
+    """
+    split = float(split_frac(row["schedule"], row["pipeline"], row["num_micro"]))
+    is_full = float(row["recompute"] == RECOMPUTE.index("full"))
+    exchange_s = sum(each[name] for name in _EXCHANGES) / (2 + is_full * (1 + split))
+    forward_s = FORWARD_SHARE[method] * each["compute"] + exchange_s
+    again_s = each["recompute"] / (1 + split) + is_full * exchange_s
+    backward_s = sum(each[name] for name in OF_LAYERS) - split * again_s - forward_s
+    weight_s = each["compute"] / 3 * (method != "lora")
+    return LayerPasses(forward_s, backward_s, weight_s + again_s, backward_s - weight_s)
 
 
 @dataclass(frozen=True)
 class _Stages:
-    """Seconds of one micro-batch [stages, 1, 1], and of a message; weight gradients are a part of
-    the backward passes."""
+    """Seconds of one micro-batch [stages, 1, 1], and of a message.
+
+    Attributes:
+        layers: of each stage; holder: the rank that has it; counted: layers that the formula's
+            parts are of.
+        head_s: of a micro-batch, both passes.
+    """
 
     forward_s: np.ndarray
     backward_s: np.ndarray
     weight_s: np.ndarray
+    input_s: np.ndarray
     message_s: float
+    layers: np.ndarray
+    holder: Sequence[int]
+    counted: float
+    head_s: float
 
     def play(self, wired: Wired, weight: Any = 1.0, message_s: float | None = None) -> Played:
         """The schedule with these, times a weight that broadcasts to [stages, items, replicas]."""
-        forward_s, backward_s, weight_s = (
-            each * weight for each in (self.forward_s, self.backward_s, self.weight_s)
+        forward_s, backward_s, weight_s, input_s = (
+            each * weight for each in (self.forward_s, self.backward_s, self.weight_s, self.input_s)
         )
         took_s = self.message_s if message_s is None else message_s
-        return play(wired, forward_s, backward_s, took_s, weight_s, backward_s - weight_s)
+        return play(wired, forward_s, backward_s, took_s, weight_s, input_s)
 
 
 def _stages(
-    shape: ModelShape, plans: TrainingPlans, row: dict[str, Any], parts: dict[str, float]
+    shape: ModelShape,
+    plans: TrainingPlans,
+    row: dict[str, Any],
+    parts: dict[str, float],
+    cut: Cut,
 ) -> _Stages:
     pipeline, chunks = int(row["pipeline"]), _chunks(row)
-    layers = chunk_layers(shape.num_layers, pipeline * chunks)
+    layers = cut(pipeline * chunks)
     holder = _order(SCHEDULES[row["schedule"]], chunks).rank_of_stage(pipeline)
-    of_rank = np.bincount(holder, weights=layers)
-    counted = of_rank[holder[-1]] if parts["head"] > 0 else of_rank.max()
-    each = {name: parts[name] / row["num_micro"] / counted for name in _OF_LAYERS}
-    is_full = row["recompute"] == RECOMPUTE.index("full")
-    share = _FORWARD_SHARE[plans.method]
-    forward_s = share * each["compute"]
-    forward_s += sum(each[name] for name in _EXCHANGES) / (3 if is_full else 2)
-    forward = layers * forward_s
-    backward = layers * (sum(each.values()) - forward_s)
+    fullest, last = stage_layers(shape.num_layers, pipeline, row["virtual"])
+    counted = float(last if parts["head"] > 0 else fullest)
+    each = {name: parts[name] / row["num_micro"] / counted for name in OF_LAYERS}
+    passes = layer_passes(plans.method, row, each)
     head_s = parts["head"] / row["num_micro"]
     if not head_s:  # the last rank is not the fullest, so the formula does not say
         per_layer = shape.product_flops_per_token / shape.num_layers
         head_s = each["compute"] * shape.head_flops_per_token * row["counted_frac"] / per_layer
-    forward[-1] += share * head_s
-    backward[-1] += (1 - share) * head_s
-    trains_all = plans.method != "lora"
-    weight = layers * each["compute"] / 3 * trains_all
-    weight[-1] += head_s / 3 * trains_all
+    share, weight_share = FORWARD_SHARE[plans.method], (plans.method != "lora") / 3
+    is_last = np.zeros(len(layers))
+    is_last[-1] = 1.0
+
+    def of_stages(layer_s: float, head_share: float) -> np.ndarray:
+        return (layers * layer_s + is_last * head_share * head_s)[:, None, None]
+
     idle = bubble_micro_batches(row["schedule"], pipeline, row["virtual"], row["num_micro"])
     messages = 2 * row["virtual"] * (row["num_micro"] + idle)
-    message_s = parts["pipeline"] / float(messages)
-    forward, backward, weight = (column[:, None, None] for column in (forward, backward, weight))
-    return _Stages(forward, backward, weight, message_s)
+    return _Stages(
+        forward_s=of_stages(passes.forward_s, share),
+        backward_s=of_stages(passes.backward_s, 1 - share),
+        weight_s=of_stages(passes.weight_s, weight_share),
+        input_s=of_stages(passes.input_s, 1 - share - weight_share),
+        message_s=parts["pipeline"] / float(messages),
+        layers=layers,
+        holder=holder,
+        counted=counted,
+        head_s=head_s,
+    )
 
 
-def chunk_layers(num_layers: int, chunks: int) -> np.ndarray:
-    """Layers of each chunk along the model, as equal as can be; what remains goes to the middle,
-    so that the ends, which hold the embedding and the head, carry less."""
-    base, rest = divmod(num_layers, chunks)
-    layers = np.full(chunks, base)
-    first = (chunks - rest) // 2
-    layers[first : first + rest] += 1
-    return layers
+def _of_busiest(
+    row: Mapping[str, Any], stages: _Stages, parts: Mapping[str, float], waits_s: float
+) -> dict[str, float]:
+    """The parts of the rank that works longest, whose waits these are; others stay as they are."""
+    layer_s = sum(parts[name] for name in OF_LAYERS) / stages.counted
+    work = np.bincount(stages.holder, weights=stages.layers) * layer_s
+    work[stages.holder[-1]] += stages.head_s * row["num_micro"]
+    busiest = int(work.argmax())
+    layers = sum(n for n, rank in zip(stages.layers, stages.holder) if rank == busiest)
+    new = {name: parts[name] * layers / stages.counted for name in OF_LAYERS}
+    is_last = busiest == stages.holder[-1]
+    new["head"] = stages.head_s * row["num_micro"] if is_last else 0.0
+    new["pipeline"] = min(parts["pipeline"], waits_s)
+    return new | {"bubble": waits_s - new["pipeline"]}
 
 
 def _chunks(row: dict[str, Any]) -> int:
@@ -193,6 +261,7 @@ def play_documents(
     plan: TrainingPlans,
     machine: Machine,
     documents: Sequence[Sequence[Sequence[int]]],
+    cut: Cut | None = None,
 ) -> DocumentStep:
     """Play one plan with the documents that each data rank really has. Nothing is folded.
 
@@ -200,6 +269,7 @@ def play_documents(
         plan: a table of one row.
         documents: data rank -> micro-batch -> lengths of its documents, in tokens; every rank the
             same number of micro-batches. Work within a context group is taken as equal.
+        cut: as `refine`.
 
     Raises:
         JobError: `job/bad-value` for documents that do not match the plan, or have no length.
@@ -217,7 +287,7 @@ def play_documents(
         for length in (max(1, row_tokens // 2), row_tokens)
     )
     parts = {name: float(values.reshape(-1)[0]) for name, values in long.parts.items()}
-    stages = _stages(shape, plan, row, parts)
+    stages = _stages(shape, plan, row, parts, cut or partial(equal_cut, shape.num_layers))
     # seconds are linear in the tokens of a micro-batch and in the squares of its documents
     fixed = 2 * short.parts["compute"] - long.parts["compute"]
     square_share = 1.0 - float(fixed.reshape(-1)[0]) / parts["compute"]

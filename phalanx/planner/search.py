@@ -19,6 +19,7 @@ from phalanx.cost.training_step import StepTimes, training_step
 from phalanx.planner.answers import Answer, PricedPlan, priced_plan
 from phalanx.planner.clusters import AskedCluster
 from phalanx.planner.columns import Table
+from phalanx.planner.cuts import cut_of
 from phalanx.planner.refined import PLAYED, refine
 from phalanx.planner.sized import SizedPlans, limit_of, sized_plans
 from phalanx.planner.training import Training
@@ -97,12 +98,15 @@ def _played(
     if not len(at):
         return times
     some = _rows(times, at)
-    new_s = refine(training.shape, sized.plans.take(at), some).total_s
-    scale, bubble = new_s / some.total_s, times.parts["bubble"].copy()
+    shape = training.shape
+    cut = cut_of(training.config, training.lora, training.software, shape.num_layers)
+    refined = refine(shape, sized.plans.take(at), some, cut)
+    scale = refined.total_s / some.total_s
     total_s, low_s, high_s = times.total_s.copy(), times.low_s.copy(), times.high_s.copy()
-    bubble[at] += new_s - some.total_s
-    total_s[at], low_s[at], high_s[at] = new_s, low_s[at] * scale, high_s[at] * scale
-    parts = dict(times.parts) | {"bubble": bubble}
+    total_s[at], low_s[at], high_s[at] = refined.total_s, low_s[at] * scale, high_s[at] * scale
+    parts = {name: column.copy() for name, column in times.parts.items()}
+    for name, seconds in refined.parts.items():
+        parts[name][at] = seconds
     return replace(times, parts=parts, total_s=total_s, low_s=low_s, high_s=high_s)
 
 

@@ -73,7 +73,7 @@ def test_bubbles_of_llama_3():
         ("1f1b", 7.0),
         ("interleaved", 3.5),
         ("zero-bubble", 7 / 3),
-        ("zbv", 0.0),
+        ("zbv", 7 / 6),
         ("dualpipe", 2.0),
     ],
 )

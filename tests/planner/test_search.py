@@ -38,9 +38,9 @@ def llama():
     """405B at 8,192 tokens on 16,384 devices, with the plans whose pipelines were played."""
     played = []
 
-    def watched(shape, plans, times):
+    def watched(shape, plans, times, cut):
         played.append(plans)
-        return refine(shape, plans, times)
+        return refine(shape, plans, times, cut)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(search, "refine", watched)
