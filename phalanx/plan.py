@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.errors import PlanError, nearest_names, shown
+from phalanx.job import Job, changes
 from phalanx.mesh import Mesh
 from phalanx.registry import build
 from phalanx.strict import LOCKFILE, read_record
@@ -111,7 +112,7 @@ class Plan:
     """The lockfile.
 
     Attributes:
-        job: name of the job; job_key: `Job.result_key`.
+        job: name of the job; job_key: `Job.result_key`; asked: `Job.result_table`, {}: not known.
         hardware: what `Cluster.to_dict` says, or the calibration of this machine.
         versions: library -> version.
         pools, programs, transitions: what will be done.
@@ -126,6 +127,7 @@ class Plan:
     transitions: Sequence[Transition] = ()
     predictions: Sequence[Mapping[str, Any]] = ()
     versions: Mapping[str, str] = field(default_factory=lambda: locked_versions())
+    asked: Mapping[str, Any] = field(default_factory=dict)
     format_version: int = FORMAT_VERSION
 
     def program(self, role: str) -> RoleProgram:
@@ -171,14 +173,14 @@ class Plan:
             rule = "this version of Phalanx reads another plan format; plan the job again"
             where = f"{path}: format_version"
             raise PlanError("plan/format", where, shown(found), rule, legal=[FORMAT_VERSION])
-        return read_record(Plan, table, f"{path}: ", LOCKFILE)
+        return read_record(Plan, {"asked": {}} | table, f"{path}: ", LOCKFILE)
 
-    def require_here(self, hardware: Mapping[str, Any], job_key: str | None = None) -> None:
+    def require_here(self, hardware: Mapping[str, Any], job: Job | None = None) -> None:
         """Refuse to run on other hardware, with other libraries, or for another job.
 
         Args:
             hardware: the same table made on this machine.
-            job_key: the key of the job that is about to run (None: do not compare).
+            job: that is about to run (None: do not compare).
 
         Raises:
             PlanError: `plan/hardware`, `plan/version` or `plan/job`, naming the first difference.
@@ -194,9 +196,18 @@ class Plan:
                 raise PlanError(
                     "plan/version", library, here.get(library, "missing"), rule, legal=[wanted]
                 )
-        if job_key is not None and job_key != self.job_key:
+        if job is not None and job.result_key != self.job_key:
+            self._require_same(job)
+
+    def _require_same(self, job: Job) -> None:
+        """Of a job with another key: that of the plan has another where releases differ."""
+        if not self.asked:
             rule = f"the plan was made for the job with key {self.job_key}; plan this job again"
-            raise PlanError("plan/job", "job", job_key, rule)
+            raise PlanError("plan/job", "job", job.result_key, rule)
+        for change in changes(self.asked, job.result_table):
+            rule = "is not what the plan was made for; plan this job again"
+            was = [shown(change.was)]
+            raise PlanError("plan/job", change.key, shown(change.now), rule, legal=was)
 
 
 def locked_versions() -> dict[str, str]:

@@ -1,11 +1,15 @@
 """Plans are lockfiles: they survive a round trip and refuse to run elsewhere."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from phalanx.errors import PlanError
+from phalanx.job import load_job
 from phalanx.plan import Plan, Pool, RoleProgram, Transition
+
+JOB = load_job(None, {"model.name": "toy"})
 
 
 @pytest.fixture
@@ -19,7 +23,8 @@ def plan():
     )
     return Plan(
         job="small",
-        job_key="abc",
+        job_key=JOB.result_key,
+        asked=JOB.result_table,
         hardware={"machine": "h100", "num_devices": 4},
         pools={"all": Pool(machine="h100", devices=(0, 1, 2, 3))},
         programs={"train": program},
@@ -50,7 +55,7 @@ def test_other_hardware_is_refused_naming_both(plan):
 
 def test_other_minor_versions_are_refused_and_patches_are_not(plan):
     hardware = plan.hardware
-    plan.require_here(hardware, "abc")
+    plan.require_here(hardware, JOB)
     python = plan.versions["python"].rsplit(".", 1)[0]
     patched = Plan(**{**vars(plan), "versions": {"python": f"{python}.99"}})
     patched.require_here(hardware)
@@ -60,10 +65,33 @@ def test_other_minor_versions_are_refused_and_patches_are_not(plan):
     assert caught.value.code == "plan/version" and caught.value.legal == ("1.13.0",)
 
 
-def test_another_job_is_refused(plan):
+def test_another_job_is_refused_with_the_key_that_differs(plan, tmp_path):
+    plan.save(tmp_path / "plan.json")
+    other = load_job(None, {"model.name": "toy", "train.lr": 0.5})
     with pytest.raises(PlanError) as caught:
-        plan.require_here(plan.hardware, "abd")
-    assert caught.value.code == "plan/job"
+        Plan.load(tmp_path / "plan.json").require_here(plan.hardware, other)
+    assert caught.value.code == "plan/job" and caught.value.legal == ("0.001",)
+    assert str(caught.value).startswith("train.lr = 0.5: is not what the plan was made for")
+
+
+def test_a_plan_of_a_release_with_fewer_keys_is_for_the_same_job(plan):
+    earlier = {**JOB.result_table, "train": dict(JOB.result_table["train"])}
+    del earlier["train"]["label_smoothing"]
+    old = replace(plan, job_key="of fewer keys", asked=earlier)
+    old.require_here(plan.hardware, JOB)
+    smoothed = load_job(None, {"model.name": "toy", "train.label_smoothing": 0.1})
+    with pytest.raises(PlanError, match=r"train\.label_smoothing = 0\.1: .* values: 0\.0"):
+        old.require_here(plan.hardware, smoothed)
+
+
+def test_a_plan_that_notes_no_job_is_known_by_its_key_alone(plan, tmp_path):
+    table = json.loads(plan.to_text())
+    del table["asked"]
+    (tmp_path / "plan.json").write_text(json.dumps(table))
+    old = Plan.load(tmp_path / "plan.json")
+    old.require_here(plan.hardware, JOB)
+    with pytest.raises(PlanError, match=f"made for the job with key {JOB.result_key}"):
+        old.require_here(plan.hardware, load_job(None, {"model.name": "tiny"}))
 
 
 def test_an_unknown_role_names_the_roles(plan):

@@ -114,7 +114,7 @@ def run_rank(
     """
     job, plan = read_run(folder)
     num_ranks = plan.program("train").grid().size
-    plan.require_here(hardware_here(num_ranks), job.result_key)
+    plan.require_here(hardware_here(num_ranks), job)
     return train(job, plan, folder, on_event, resume=resume)
 
 

@@ -141,7 +141,7 @@ class Parts:
         if not resume:
             return None
         holders = (self.model, self.optimizer, self.process)
-        asked = {"job_key": job.result_key, "sections": _result_sections(job)}
+        asked = {"job_key": job.result_key, "sections": job.result_table}
         if resume is not True:
             return restore(resume, *holders, **asked)
         seen: list[JobError] = []
@@ -198,19 +198,13 @@ class Parts:
             self.process,
             keep=job.plan.keep_checkpoints,
             job_key=job.result_key,
-            sections=_result_sections(job),
+            sections=job.result_table,
             on_saved=on_saved,
             on_failure=on_failure,
         )
         periodic = bool(job.plan.checkpoint_every)
         checkpoints.require_space(periodic=periodic, with_best=job.train.keep_best)
         return checkpoints
-
-
-def _result_sections(job: Job) -> dict[str, Any]:
-    sections = job.to_dict()
-    del sections["plan"]
-    return sections
 
 
 def _require_same(inputs: Inputs, process: Process) -> None:

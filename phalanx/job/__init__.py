@@ -6,6 +6,7 @@ only says how and where. Every key is also a flag (`--train.lr 1e-4`), a flag be
 """
 
 from phalanx.job.load import Job, load_job, parse_flags
+from phalanx.job.recorded import Change, changes
 from phalanx.job.sections import (
     DataSection,
     LimitsSection,
@@ -17,6 +18,7 @@ from phalanx.job.sections import (
 )
 
 __all__ = [
+    "Change",
     "DataSection",
     "Job",
     "LimitsSection",
@@ -25,6 +27,7 @@ __all__ = [
     "PlanSection",
     "ServeSection",
     "TrainSection",
+    "changes",
     "load_job",
     "parse_flags",
 ]

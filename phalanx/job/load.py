@@ -62,11 +62,15 @@ class Job:
         return {section: asdict(getattr(self, section)) for section in SECTIONS}
 
     @property
+    def result_table(self) -> dict[str, Any]:
+        """The sections that change the result: every one but `[plan]`."""
+        return {name: table for name, table in self.to_dict().items() if name != "plan"}
+
+    @property
     def result_key(self) -> str:
-        """Hash of all that changes the result: every section but `[plan]`."""
-        table = self.to_dict()
-        del table["plan"]
-        return hashlib.sha256(json.dumps(table, sort_keys=True).encode()).hexdigest()[:16]
+        """Hash of `result_table`: the same for jobs of one release that have the same result."""
+        table = json.dumps(self.result_table, sort_keys=True)
+        return hashlib.sha256(table.encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,8 @@ def key(
     """A field of a section.
 
     Args:
-        default: value when neither file nor flag gives one.
+        default: value when neither file nor flag gives one; of a key that is new, what was done
+            before there was one: runs of earlier releases go on with it.
         doc: one line for `phalanx init` and `job show`.
         unit: dimension in `units.UNITS`; strings such as "80 GiB" are converted to SI.
         choices: legal words.

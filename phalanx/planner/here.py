@@ -142,6 +142,7 @@ def plan_here(
     return Plan(
         job=job.name,
         job_key=job.result_key,
+        asked=job.result_table,
         hardware=hardware | {"rates": {key: entry["value"] for key, entry in rates.items()}},
         pools={"here": Pool(machine=hardware["machine"], devices=tuple(range(shape.mesh.size)))},
         programs={"train": train, "serve": _serving_role(job)},

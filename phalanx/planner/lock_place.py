@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from phalanx.hardware import Cluster, machine_called
+from phalanx.job import Job
 from phalanx.plan import Plan
 from phalanx.planner.feedback import is_device
 from phalanx.planner.machine_here import device_here, hardware_here
@@ -28,12 +29,12 @@ def hardware_of(cluster: Cluster) -> dict[str, Any]:
     return table | hardware_here(cluster.num_devices) if is_here(cluster) else table
 
 
-def require_place(plan: Plan, num_devices: int, job_key: str | None = None) -> None:
+def require_place(plan: Plan, num_devices: int, job: Job | None = None) -> None:
     """Refuse a plan that was made for other devices, other libraries or another job.
 
     Args:
         num_devices: that will be used here.
-        job_key: of the job that is about to run; None: there is none.
+        job: that is about to run; None: there is none.
 
     Raises:
         PlanError: as `Plan.require_here`.
@@ -42,4 +43,4 @@ def require_place(plan: Plan, num_devices: int, job_key: str | None = None) -> N
     if plan.hardware["machine"] != here["machine"]:
         called = machine_called(str(here["machine"]).split(",")[0])
         here |= {"machine": called.name} if called is not None else {}
-    plan.require_here(here, job_key)
+    plan.require_here(here, job)

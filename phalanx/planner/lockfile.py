@@ -66,6 +66,7 @@ def lockfile(priced: PricedJob, chosen: Answer) -> Plan:
     return Plan(
         job=priced.job.name,
         job_key=priced.job.result_key,
+        asked=priced.job.result_table,
         hardware=hardware_of(cluster),
         pools={
             "all": Pool(machine=cluster.machine.name, devices=tuple(range(cluster.num_devices)))
@@ -85,7 +86,7 @@ def layout_keys(plan: Plan, job: Job) -> dict[str, Any]:
     role = plan.program("train")
     if "rates" in plan.hardware:
         return {}
-    require_place(plan, role.grid().size, job.result_key)
+    require_place(plan, role.grid().size, job)
     return laid_out(plan)
 
 

@@ -107,6 +107,7 @@ def make_plan(job: Job, config: DecoderConfig | None = None, on: str = "") -> Pl
     plan = Plan(
         job=job.name,
         job_key=job.result_key,
+        asked=job.result_table,
         hardware=cluster.to_dict(),
         pools={"all": Pool(machine=cluster.machine.name, devices=tuple(range(mesh.size)))},
         programs={"train": role},

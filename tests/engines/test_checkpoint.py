@@ -194,6 +194,24 @@ def test_another_job_is_refused_with_the_key_that_differs(tmp_path):
     assert code == "checkpoint/job" and "its key is key and this one's is other" in told
 
 
+def taken_up(rank, world_size, path, change):
+    model, optimizer, process = awkward_run(rank, world_size, {"shard": world_size}, seed=2)
+    return restore(path, model, optimizer, process, **change).step
+
+
+@pytest.mark.dist
+def test_a_key_that_came_with_a_later_release_was_at_its_default(tmp_path):
+    run_ranks(saved, 1, str(tmp_path), {"shard": 1})
+    path = str(latest(tmp_path))
+    same = JOB | {"train": JOB["train"] | {"label_smoothing": 0.0, "lora_targets": ()}}
+    change = {"job_key": "of more keys", "sections": same}
+    assert run_ranks(taken_up, 2, path, change) == [3, 3]
+    other = JOB | {"train": JOB["train"] | {"label_smoothing": 0.1}}
+    change = {"job_key": "of more keys", "sections": other}
+    ((code, told),) = run_ranks(expect_refusal, 1, path, change)
+    assert code == "checkpoint/job" and "train.label_smoothing was 0.0 and is 0.1" in told
+
+
 def best_only(rank, world_size, folder):
     model, optimizer, process = awkward_run(rank, world_size, {"shard": 2}, seed=1)
     checkpoints = Checkpoints(folder, model, optimizer, process, keep=1, job_key="key")

@@ -12,10 +12,12 @@ from hypothesis import strategies as st
 
 from phalanx import registry
 from phalanx.errors import PhalanxError
+from phalanx.job import load_job
 from phalanx.plan import Plan, Pool, RoleProgram, Transition
 from tests.contract.scenarios import make, name_of
 from tests.fuzz.inputs import json_values, near_bytes, near_tables, near_texts, outcome, words
 
+JOB = load_job(None, {"model.name": "toy"})
 PROGRAM = RoleProgram(
     pool="all",
     mesh={"pp": 2, "shard": 2},
@@ -26,7 +28,8 @@ PROGRAM = RoleProgram(
 )
 PLAN = Plan(
     job="small",
-    job_key="abc",
+    job_key="of an earlier release",
+    asked=JOB.result_table,
     hardware={"machine": "h100", "num_devices": 4},
     pools={"all": Pool(machine="h100", devices=(0, 1, 2, 3))},
     programs={"train": PROGRAM},
@@ -44,7 +47,7 @@ def path(tmp_path_factory):
 def use(path) -> Plan:
     """Everything that an engine does with a plan before it starts a process."""
     plan = Plan.load(path)
-    plan.require_here({"machine": "h100", "num_devices": 4}, "abc")
+    plan.require_here({"machine": "h100", "num_devices": 4}, JOB)
     program = plan.program("train")
     program.grid().require_devices(4)
     for built in (program.built_specs, program.built_order, program.built_reacts):

@@ -58,7 +58,7 @@ class Manifest:
 
     Attributes:
         job_key: of all sections of the job that change the result.
-        sections: those sections, to say what differs; {}: not known.
+        sections: those sections, which decide where the keys differ; {}: not known.
         mesh: axis sizes of the run that wrote it; information only, any other mesh can read it.
         progress: `Progress.to_dict`.
         tensors: canonical names; moments are "optimizer.exp_avg.<name>" and so on.

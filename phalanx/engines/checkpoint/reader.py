@@ -35,6 +35,7 @@ from phalanx.engines.checkpoint.state import (
 from phalanx.engines.optim import ShardedAdamW
 from phalanx.engines.process import Process
 from phalanx.errors import JobError, nearest_names
+from phalanx.job import changes
 
 if TYPE_CHECKING:
     from phalanx.engines.trainer_model import TrainModel
@@ -58,7 +59,8 @@ def restore(
     Args:
         path: a folder that `Checkpoints` wrote.
         job_key: the job's; None: do not ask whether the checkpoint is of this job.
-        sections: the job's, to say which key differs.
+        sections: the job's, to say which key differs, and to know the job of a release that had
+            other keys; {}: `job_key` decides alone.
         weights_only: leave the optimizer alone.
         verify: compare the digests of all files, each rank of some.
 
@@ -75,7 +77,7 @@ def restore(
         good = _before(path) if council.rank == 0 else None
         raise _with_legal(error, council.gather(good)[0]) from error
     if job_key is not None and job_key != manifest.job_key:
-        raise _other_job(path, manifest, job_key, sections or {})
+        _require_same_job(path, manifest, job_key, sections or {})
     entries = weight_entries(optimizer)
     if not weights_only:
         entries |= optimizer_entries(optimizer)
@@ -186,28 +188,20 @@ def _require_same(
             raise JobError("model/tensor", where, f"{found.dtype} {found.shape}", rule)
 
 
-def _other_job(
+def _require_same_job(
     path: Path, manifest: Manifest, job_key: str, sections: Mapping[str, Any]
-) -> JobError:
-    theirs, mine = _flat(manifest.sections), _flat(sections)
-    different = [k for k in sorted(theirs | mine) if theirs.get(k) != mine.get(k)]
+) -> None:
+    """Of two jobs with different keys; the same one has another key where releases differ."""
     rule = "belongs to another job"
-    if theirs and mine and different:
-        told = (f"{k} was {theirs.get(k)!r} and is {mine.get(k)!r}" for k in different[:3])
-        rule += f": {', '.join(told)}" + (", ..." if len(different) > 3 else "")
+    if manifest.sections and sections:
+        different = changes(manifest.sections, sections)
+        if not different:
+            return
+        rule += f": {', '.join(each.told() for each in different[:3])}"
+        rule += ", ..." if len(different) > 3 else ""
     else:
         rule += f": its key is {manifest.job_key} and this one's is {job_key}"
-    return JobError("checkpoint/job", "checkpoint", path, rule)
-
-
-def _flat(sections: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in sections.items():
-        if isinstance(value, Mapping) and value:
-            flat |= _flat(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = list(value) if isinstance(value, tuple) else value
-    return flat
+    raise JobError("checkpoint/job", "checkpoint", path, rule)
 
 
 class _Piece(NamedTuple):

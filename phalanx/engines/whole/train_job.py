@@ -212,7 +212,7 @@ def make_ready(
         say(asked.note)
     given = Plan.load(asked.plan_file) if asked.plan_file else None
     if given is not None:
-        given.require_here(hardware_here(asked.num_ranks), asked.job.result_key)
+        given.require_here(hardware_here(asked.num_ranks), asked.job)
     source = model_source(asked.job, say)
     require_outcome(asked.job, asked.folder, asked.num_ranks, source)
     data = prepare(data_settings(asked.job, source.config), source.tokenizer_folder)
