@@ -201,7 +201,7 @@ class DistWorld(RealWorld):
         tensor = self._context.require_payload(action, group.size())
         entry.start = self.now()
         self.pending[self.rank].set_under_way(entry)
-        work, output = issue_collective(group, action, tensor)
+        work, output = issue_collective(group, action, tensor, self._context.device)
         self._follow(entry, [work], output)
 
     def _start_messages(self, group: LoggedGroup, entries: Sequence[Entry]) -> None:

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import DeviceMesh, ProcessGroup, Work
+from torch.distributed.constants import default_pg_timeout
 
 from phalanx.mesh import Mesh
 from phalanx.worlds import comm_log, torch_private
@@ -100,6 +101,7 @@ class LoggedGroup(ProcessGroup):
         kind: backend, one of `torch_private.KINDS`.
         store: private to this group.
         ranks: global ranks of the members in group order.
+        timeout: of one operation, and for connecting.
         axis: name in the log; "" takes torch's group description ("mesh_tp" is axis "tp").
     """
 
@@ -116,7 +118,7 @@ class LoggedGroup(ProcessGroup):
         backends = torch_private.make_backends(kind, store, rank, len(ranks), timeout)
         torch_private.attach_backends(self, backends)
         self._inner = torch_private.plain_group(store, rank, len(ranks), backends)
-        self._ranks, self._axis = tuple(ranks), axis
+        self._ranks, self._axis, self.timeout = tuple(ranks), axis, timeout
         self._counts: Counter[str] = Counter()
         self._batch: list[CommRow] | None = None
 
@@ -206,7 +208,15 @@ def backend_name(kind: str) -> str:
 
 def _create(kind: str, options: Any) -> LoggedGroup:
     ranks = options.global_ranks_in_group or range(options.group_size)
-    return LoggedGroup(kind, options.store, options.group_rank, ranks, options.timeout)
+    timeout = _timeout_or_worlds(options.timeout)
+    return LoggedGroup(kind, options.store, options.group_rank, ranks, timeout)
+
+
+def _timeout_or_worlds(given: timedelta) -> timedelta:
+    """torch gives a group that names no timeout half an hour, not what the default group has."""
+    world = dist.group.WORLD
+    is_named = given != default_pg_timeout or not isinstance(world, LoggedGroup)
+    return given if is_named else world.timeout
 
 
 def init_logged(
@@ -217,6 +227,7 @@ def init_logged(
     Args:
         kind: "gloo", "nccl" or "cpu:gloo,cuda:nccl"; no device id is bound, because torch would
             then split groups in C++, past the log.
+        timeout_s: of one operation, in later groups too unless they name another one.
     """
     dist.init_process_group(
         backend_name(kind),

@@ -9,7 +9,7 @@ from typing import Any
 from zlib import crc32
 
 import torch
-from torch.distributed import Work
+from torch.distributed import BarrierOptions, Work
 
 from phalanx.action import Collective, Recv, Send
 from phalanx.worlds.logged_group import LoggedGroup
@@ -21,15 +21,16 @@ Done = tuple[Entry, torch.Tensor | None, Any, Exception | None]
 
 
 def issue_collective(
-    group: LoggedGroup, action: Collective, tensor: torch.Tensor | None
+    group: LoggedGroup, action: Collective, tensor: torch.Tensor | None, device: torch.device
 ) -> tuple[Work, torch.Tensor | None]:
     """Start a collective; its work, and the tensor that will hold the result.
 
     Args:
         tensor: the input, whose size fits the plan (None for a barrier).
+        device: of this rank's tensors.
     """
     if tensor is None:
-        return group.barrier(), None
+        return group.barrier(_barrier_on(device)), None
     source, size = tensor.contiguous(), group.size()
     rows, rest = source.shape[:1], source.shape[1:]
     if action.collective == "all_gather":
@@ -45,6 +46,17 @@ def issue_collective(
     if action.collective == "broadcast":
         return group.broadcast(output, 0), output
     return group.allreduce([output]), output
+
+
+def _barrier_on(device: torch.device) -> BarrierOptions:
+    """NCCL guesses a GPU from the rank in the group where none is named: the second rank of every
+    group would take the host's second, and two processes on one GPU end in an error."""
+    options = BarrierOptions()
+    options.device = device
+    if device.type == "cuda":
+        index = torch.cuda.current_device() if device.index is None else device.index
+        options.device_ids = [index]
+    return options
 
 
 def issue_messages(

@@ -5,6 +5,8 @@ B batch, D model, F feed-forward.
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -243,6 +245,22 @@ def test_a_message_has_the_same_name_at_both_ends():
     assert first == [("send", "pp:0>1#0"), ("recv", "pp:1>0#0")]
     assert second == [("send", "pp:1>0#0"), ("recv", "pp:0>1#0")]
     assert last == "recv pp:1>0#0, 20 bytes, done"
+
+
+def waits_s(rank: int, world_size: int) -> list[float]:
+    mesh = device_mesh("cpu", Mesh(shard=world_size, cp=1))
+    joint = mesh["shard", "cp"]._flatten("both").get_group()
+    groups = [dist.group.WORLD, mesh.get_group("shard"), joint, dist.new_group([0, 1])]
+    groups.append(dist.new_group([0, 1], timeout=timedelta(seconds=5)))
+    backends = [group._get_backend(torch.device("cpu")) for group in groups]
+    return [backend.options._timeout.total_seconds() for backend in backends]
+
+
+@pytest.mark.dist
+def test_groups_of_axes_wait_as_long_as_the_default_group_unless_they_say_so():
+    """torch's own default is half an hour."""
+    for world_s, *others, named_s in run_ranks(waits_s, 2, backend="logged_gloo"):
+        assert world_s < 300 and set(others) == {world_s} and named_s == 5
 
 
 def test_no_operation_of_a_process_group_escapes():
