@@ -146,7 +146,7 @@ class Asked:
             **self._asks,
             **more,
             precision=precision or _priced_precision(foreign),
-            base_bits=base_bits or (foreign.base_bits if foreign else 0) or 16,
+            base_bits=base_bits or (foreign.base_bits if foreign else 0) or 0,
             software=software or own,
             foreign=foreign,
         )

@@ -277,17 +277,15 @@ class LayerShape:
             adapters: patterns match as `train.lora_targets` does, but for the number of a layer:
                 layers that are alike are told apart by none.
         """
-        named = [("self_attn", product) for product in self.attention.products(hidden)]
-        if adapters != "attention":
-            named += [("mlp", product) for product in self.feed_forward.products(hidden)]
+        attended = tuple(self.attention.products(hidden))
         if not isinstance(adapters, tuple):
-            return tuple(product for _, product in named) if adapters else ()
+            both = {"all": self.products(hidden), "attention": attended}
+            return both.get(adapters, ())
         plain = [re.sub(r"layers\.[^.]+\.", "layers.0.", each) for each in adapters]
-        return tuple(
-            product
-            for block, product in named
-            if _is_named(f"model.layers.0.{block}.{product.name}", plain)
-        )
+        modules = _LINEAR if self.attention.kind == "linear" else {}
+        named = [(modules.get(each.name, ("self_attn." + each.name,)), each) for each in attended]
+        named += [(("mlp." + each.name,), each) for each in self.feed_forward.products(hidden)]
+        return tuple(product for names, product in named if _is_among(names, plain))
 
     def num_params(self, hidden: int) -> int:
         """Of one such layer."""
@@ -295,6 +293,21 @@ class LayerShape:
         return matrices + self.norms * hidden + self.other_params
 
 
-def _is_named(module: str, patterns: Sequence[str]) -> bool:
-    last = module.rsplit(".", 1)[-1]
-    return any(each == last or fnmatchcase(module, each) for each in patterns)
+# Of linear attentions, as Hugging Face's gated delta rule (joined or apart) and Mamba 2 name them.
+_JOINED = ("linear_attn.in_proj_qkvz", "linear_attn.in_proj_qkv", "mixer.in_proj")
+_LINEAR = {
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj"), _JOINED),
+    "z_proj": ("linear_attn.in_proj_qkvz", "linear_attn.in_proj_z", "mixer.in_proj"),
+    "ba_proj": ("linear_attn.in_proj_ba", "linear_attn.in_proj_b", "linear_attn.in_proj_a"),
+    "o_proj": ("linear_attn.out_proj", "mixer.out_proj"),
+}
+
+
+def _is_among(names: Sequence[str], patterns: Sequence[str]) -> bool:
+    """Whether a pattern is the end of such a module's name, or matches the whole."""
+    modules = [f"model.layers.0.{name}" for name in names]
+    return any(
+        module.endswith(f".{each}") or fnmatchcase(module, each)
+        for module in modules
+        for each in patterns
+    )

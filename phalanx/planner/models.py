@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,8 @@ from phalanx.models.known import known_models, known_shape, shape_at
 from phalanx.models.named import is_here, named_model
 from phalanx.models.source import model_source
 
+_FOUR_BITS = frozenset("awq gptq int4 w4a16 w4a8 nvfp4 mxfp4 fp4 nf4 4bit".split())
+_EIGHT_BITS = frozenset("fp8 float8 int8 w8a8 w8a16 8bit".split())
 UNKNOWN_POSITIONS = 1 << 24  # where nothing is known of a model's context, it limits nothing
 
 
@@ -108,6 +111,12 @@ def _described(name: str) -> PricedModel:
         source=shape.source,
         most_tokens=positions if isinstance(positions, int) else 0,
     )
+
+
+def stored_bits(name: str) -> int:
+    """Of a weight in a checkpoint, by the words of its name ("Qwen3-32B-AWQ"): 4, 8 or 16."""
+    words = set(re.split(r"[-_. ]", name.rstrip("/").rsplit("/", 1)[-1].lower()))
+    return 4 if words & _FOUR_BITS else 8 if words & _EIGHT_BITS else 16
 
 
 def _log(text: str) -> None:

@@ -12,13 +12,10 @@ from typing import Any
 
 from phalanx.cost.memory_software import memory_software_names
 from phalanx.cost.training_plans import RECOMPUTE
-from phalanx.errors import JobError, nearest_names, nearest_numbers
+from phalanx.errors import JobError, nearest_numbers
 from phalanx.job import Job
 from phalanx.models.source import data_settings
-from phalanx.models.spec import (
-    PROJECTIONS,
-    LoraSpec,
-)
+from phalanx.planner.adapters import Adapters, adapters_of
 from phalanx.planner.answers import Answer
 from phalanx.planner.clusters import AskedCluster, asked_clusters
 from phalanx.planner.corrected import corrected, measured_runs
@@ -61,10 +58,14 @@ def price_job(job: Job, question: Question | None = None) -> PricedJob:
         _require_devices(job, each)
     _require_mesh(job, clusters)
     model = priced_model(job)
-    training, of_one_step = _training(job, model, asks)
+    adapters = None
+    if job.train.method == "lora":
+        adapters = adapters_of(job, model, asks.base_bits, asks.foreign)
+    training, of_one_step = _training(job, model, asks, adapters)
     _require_read(training, model.name, asks)
     _require_length(job, asks, of_one_step=of_one_step)
     notes: list[str] = [each.note for each in clusters if each.note]
+    notes += adapters.notes if adapters else ()
     notes += [
         f"{each.text} has no units for {asks.precision}: products are priced in bf16"
         for each in clusters
@@ -150,14 +151,13 @@ def _require_length(job: Job, asks: Question, *, of_one_step: bool) -> None:
 
 def _require_read(training: Training, model: str, asks: Question) -> None:
     """Refuse what is asked of a part that the job has not."""
-    if asks.base_bits != 16 and training.method != "lora":
+    if asks.base_bits not in (0, 16) and training.method != "lora":
         rule = f"is of frozen weights, and {training.method} trains all of them; add --lora 16"
         raise JobError("job/bad-value", "--base-bits", asks.base_bits, rule, legal=[16])
     families = [name for name in memory_software_names() if ":" not in name]
     if asks.software and asks.software.partition(":")[0] not in families:
         rule = "no such program is priced"
         raise JobError("registry/unknown", "--software", asks.software, rule, legal=families)
-    _require_targets(training, model)
     if asks.expert_imbalance != 1.0 and not training.shape.expert_params:
         rule = f"{model} has no experts"
         raise JobError(
@@ -165,30 +165,16 @@ def _require_read(training: Training, model: str, asks: Question) -> None:
         )
 
 
-def _require_targets(training: Training, model: str) -> None:
-    """Adapters lie on matrices that the model has; a decoder's own list says so for itself."""
-    shape = training.shape
-    for target in training.lora_targets if training.config is None else ():
-        if not any(layer.adapted(shape.hidden, (target,)) for layer in shape.layers):
-            matrices = {
-                each.name for layer in shape.layers for each in layer.products(shape.hidden)
-            }
-            legal = nearest_names(target, matrices) or sorted(matrices)
-            rule = f"matches no matrix of {model}"
-            raise JobError("job/bad-value", "train.lora_targets", repr(target), rule, legal=legal)
-
-
-def _training(job: Job, model: PricedModel, asks: Question) -> tuple[Training, bool]:
+def _training(
+    job: Job, model: PricedModel, asks: Question, adapters: Adapters | None
+) -> tuple[Training, bool]:
     """The job as numbers, and whether nothing says how long it is."""
-    lora = None
-    if job.train.method == "lora":
-        targets = tuple(job.train.lora_targets) or PROJECTIONS
-        lora = LoraSpec(rank=job.train.lora_rank, alpha=job.train.lora_alpha, targets=targets)
+    config = adapters.config if adapters else model.config
     given = Training(
-        config=model.config.with_dtype(job.model.dtype) if model.config else None,
-        known_shape=model.shape,
+        config=config.with_dtype(job.model.dtype) if config else None,
+        known_shape=None if config else model.sizes,
         method=job.train.method,
-        lora=lora,
+        lora=adapters.lora if adapters else None,
         batch_tokens=job.train.global_batch_tokens,
         epochs=job.train.epochs,
         steps=job.train.steps,
@@ -200,7 +186,7 @@ def _training(job: Job, model: PricedModel, asks: Question) -> tuple[Training, b
             row_tokens=job.plan.row_tokens,
         ),
         precision=asks.precision,
-        base_bits=asks.base_bits,
+        base_bits=adapters.base_bits if adapters else 16,
         expert_imbalance=asks.expert_imbalance,
         software=asks.software,
     )

@@ -29,7 +29,8 @@ class Question:
         budget_usd: of the whole job (0: none).
         sizes: how many devices of each kind meet deadline and budget is asked too.
         largest: one of `LARGEST`, or "".
-        precision, base_bits, expert_imbalance, software: as in `planner.training.Training`.
+        base_bits: of frozen weights; 0: as the model's name says ("-AWQ"), else 16.
+        precision, expert_imbalance, software: as in `planner.training.Training`.
         foreign: what another program's configuration says.
         measured: runs that correct prices, as `planner.corrected.measured_runs` reads them.
     """
@@ -42,7 +43,7 @@ class Question:
     sizes: bool = False
     largest: str = ""
     precision: str = "bf16"
-    base_bits: int = 16
+    base_bits: int = 0
     expert_imbalance: float = 1.0
     software: str = ""
     foreign: ForeignPlan | None = None
@@ -55,7 +56,7 @@ class Question:
         for flag, value, legal in (
             ("--largest", self.largest, ("", *LARGEST)),
             ("--precision", self.precision, PRECISIONS),
-            ("--base-bits", self.base_bits, BASE_BITS),
+            ("--base-bits", self.base_bits or 16, BASE_BITS),
         ):
             if value not in legal:
                 near = [each for each in legal if each != ""]

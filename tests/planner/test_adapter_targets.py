@@ -2,9 +2,11 @@
 
 import pytest
 
+from phalanx.cli.app import run
 from phalanx.cost.layer_shape import AttentionShape, FeedForwardShape, LayerShape
 from phalanx.errors import JobError
 from phalanx.job import load_job
+from phalanx.planner.models import stored_bits
 from phalanx.planner.price import price_job
 from phalanx.planner.question import Question
 
@@ -67,3 +69,46 @@ def test_patterns_of_one_layer_stand_for_all_that_are_alike():
     assert names("*.experts.up_proj") == ["experts.up_proj"]
     assert names("up_proj") == ["shared_experts.up_proj", "experts.up_proj"]
     assert names("*.self_attn.?_proj") == list(ATTENTION)
+
+
+@pytest.mark.parametrize(
+    ("name", "bits"),
+    [
+        ("Qwen/Qwen3-32B-AWQ", 4),
+        ("unsloth/Llama-3.3-70B-Instruct-bnb-4bit", 4),
+        ("nvidia/Qwen3-30B-A3B-NVFP4", 4),
+        ("neuralmagic/Meta-Llama-3.1-70B-Instruct-FP8", 8),
+        ("/awq/models/llama-3.1-8b/", 16),
+        ("openai/gpt-oss-120b", 16),
+    ],
+)
+def test_the_name_of_a_checkpoint_says_how_many_bits_its_weights_have(name, bits):
+    assert stored_bits(name) == bits
+
+
+def test_a_packed_checkpoint_is_priced_as_it_is_stored_unless_asked(capsys):
+    words = ["plan", "Qwen/Qwen3-32B-AWQ", "--lora", "16", "--seq", "1024", "--on", "1xrtx4090"]
+    words += ["--global-tokens", "1k"]
+    assert run(words) == 0
+    assert "4 bits, as its name says" in " ".join(capsys.readouterr().out.split())
+    assert run([*words, "--base-bits", "16"]) == 1
+    assert "as its name says" not in capsys.readouterr().out
+
+
+def test_what_a_file_adapts_of_other_models_too_is_left_out_and_said(tmp_path, capsys):
+    file = tmp_path / "sft.yaml"
+    file.write_text(
+        "base_model: llama-3.1-8b\nadapter: lora\nlora_r: 8\nmicro_batch_size: 1\n"
+        "sequence_len: 1024\nlora_target_modules: [q_proj, x_proj, lm_head]\n"
+    )
+    assert run(["plan", "--from", str(file), "--on", "1xh100"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "llama-3.1-8b has no x_proj, lm_head: priced without" in out
+    assert "LoRA of rank 8 trains 2.097 M" in out  # 32 layers of 8 (4,096 + 4,096)
+
+
+def test_adapters_on_experts_of_a_decoder_are_priced_and_simulated_only(capsys):
+    words = ["plan", "google/gemma-4-26b-a4b", "--lora", "8", "--seq", "1024", "--on", "1xh100"]
+    words += ["--global-tokens", "1k", "--train.lora_targets", "*.experts.*", "--base-bits", "4"]
+    assert run(words) == 0
+    assert "this architecture" in " ".join(capsys.readouterr().out.split())

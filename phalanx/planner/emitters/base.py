@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import translate
 from pathlib import Path
 from textwrap import wrap
 from typing import Any
@@ -152,6 +154,20 @@ class Writing:
             for line in lines
             for part in wrap(line, _WIDTH, subsequent_indent="  ")
         )
+
+
+def peft_expression(targets: Sequence[str]) -> str:
+    """Targets of which some are patterns, as the one expression that PEFT matches with modules; ""
+    where all are plain names, which it takes as a list."""
+    if not any(set(each) & set("*?[") for each in targets):
+        return ""
+    parts = [
+        translate(each).removeprefix("(?s:").rpartition(")")[0]
+        if set(each) & set("*?[")
+        else rf".*\.{re.escape(each)}"
+        for each in targets
+    ]
+    return "|".join(part.replace(r"experts\.", r"experts\.(\d+\.)?") for part in parts)
 
 
 class _BlockDumper(yaml.SafeDumper):

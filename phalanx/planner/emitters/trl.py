@@ -7,7 +7,7 @@ from pathlib import PurePath
 from typing import Any
 
 from phalanx.cost.training_plans import CONTEXT_KINDS, RECOMPUTE
-from phalanx.planner.emitters.base import Site, Writing, yaml_text
+from phalanx.planner.emitters.base import Site, Writing, peft_expression, yaml_text
 from phalanx.planner.importers.foreign import ForeignPlan
 
 VERSION = "1.16.0 on accelerate 1.15.0"
@@ -171,7 +171,9 @@ def _adapters(writing: Writing) -> dict[str, Any]:
         writing.require(whole, "lora_alpha", "must be whole", [int(plan.lora_alpha)])
     if plan.lora_dropout is not None:
         table["lora_dropout"] = plan.lora_dropout
-    table["lora_target_modules"] = list(plan.lora_targets or ("all-linear",))
+    targets = plan.lora_targets or ("all-linear",)
+    expression = peft_expression(targets)  # TRL unpacks a list of one
+    table["lora_target_modules"] = [expression] if expression else list(targets)
     bits = plan.base_bits or 16
     if bits < 16:
         writing.require(bits in (4, 8), "base_bits", "weights have 4, 8 or 16 bits", [4, 8, 16])

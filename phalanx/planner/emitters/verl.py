@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from phalanx.cost.training_plans import CONTEXT_KINDS, RECOMPUTE, SCHEDULES
-from phalanx.planner.emitters.base import Site, Writing, yaml_text
+from phalanx.planner.emitters.base import Site, Writing, peft_expression, yaml_text
 from phalanx.planner.importers.foreign import ForeignPlan
 
 VERSION = "0.9.1"
@@ -71,9 +71,9 @@ def _model(writing: Writing, on_megatron: bool) -> dict[str, Any]:
             table["lora"] = {"rank": plan.lora_rank or 16, "alpha": alpha}
             writing.lacks_fields("lora_targets")
         else:
-            targets = list(plan.lora_targets or ()) or "all-linear"
+            targets = plan.lora_targets or ()
             table |= {"lora_rank": plan.lora_rank or 16, "lora_alpha": alpha}
-            table["target_modules"] = targets
+            table["target_modules"] = peft_expression(targets) or list(targets) or "all-linear"
     return table
 
 

@@ -7,6 +7,7 @@ Devices = dp_replicate * dp_shard * context * tensor; what is not stated of them
 from __future__ import annotations
 
 from phalanx.planner.importers.accelerate import STRATEGIES
+from phalanx.planner.importers.adapters import read_targets
 from phalanx.planner.importers.deepspeed import read_deepspeed
 from phalanx.planner.importers.entries import Document
 from phalanx.planner.importers.foreign import ALL_LEFT, ASSUMED, NOT_MODELLED, ForeignPlan
@@ -90,13 +91,16 @@ def _method(reading: Reading) -> None:
         reading.number("lora_dropout", "lora_dropout")
         linear = reading.flag("lora_target_linear")
         if not linear:
-            reading.names("lora_target_modules", "lora_targets")
-        bits = 4 if in_four else 8 if in_eight else bits
+            read_targets(reading)
+        packed = reading.flag("gptq", default=False)
+        bits = 4 if in_four or packed else 8 if in_eight else bits
         if bits < 16:
-            reading.set("base_bits", bits, reading.where("load_in_4bit" if in_four else "adapter"))
+            key = "load_in_4bit" if in_four else "gptq" if packed else "adapter"
+            reading.set("base_bits", bits, reading.where(key))
         if not reading.get("lora_rank"):
             raise reading.error("adapter", "needs lora_r", [16])
-    reading.use("lora_r", "lora_alpha", "lora_dropout", "lora_target_linear", "lora_target_modules")
+    reading.use("lora_r", "lora_alpha", "lora_dropout", "lora_target_linear")
+    reading.use("lora_target_modules", "lora_target_parameters")
     steps = reading.whole("max_steps", "steps")
     epochs = reading.number("num_epochs", default=1.0)
     if not steps:

@@ -6,6 +6,7 @@ A device computes `per_device_train_batch_size` rows at a time, `gradient_accumu
 
 from __future__ import annotations
 
+from phalanx.planner.importers.adapters import read_targets
 from phalanx.planner.importers.deepspeed import read_deepspeed
 from phalanx.planner.importers.entries import Document
 from phalanx.planner.importers.foreign import ALL_LEFT, ASSUMED, NOT_MODELLED, ForeignPlan
@@ -72,17 +73,18 @@ def _method(reading: Reading) -> None:
     is_adapter = reading.flag("use_peft", default=False)
     reading.set("method", "lora" if is_adapter else "full", reading.where("use_peft"))
     bits = 4 if reading.flag("load_in_4bit") else 8 if reading.flag("load_in_8bit") else 16
-    fields = ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules")
+    fields = ("lora_r", "lora_alpha", "lora_dropout")
+    targets = ("lora_target_modules", "lora_target_parameters")
     if is_adapter:
         reading.whole("lora_r", "lora_rank", default=16)
         reading.number("lora_alpha", "lora_alpha", default=32)
         reading.number("lora_dropout", "lora_dropout", default=0.05)
-        if not reading.names("lora_target_modules", "lora_targets"):
+        if not read_targets(reading):
             text = "PEFT chooses (often q_proj and v_proj); priced with every linear layer"
             reading.assume("lora_target_modules", text)
         if bits < 16:
             reading.set("base_bits", bits, reading.where(f"load_in_{bits}bit"))
-    reading.use(*fields)
+    reading.use(*fields, *targets)
     epochs = reading.number("num_train_epochs", default=3.0)
     steps = reading.whole("max_steps", default=-1, low=-1)
     if steps > 0:
