@@ -8,7 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.errors import JobError, nearest_names, shown
-from phalanx.hardware.machine import OPTIONAL, PRICE_TERMS, REQUIRED, TEXTS, Figure, Machine
+from phalanx.hardware.machine import (
+    HALVES,
+    OPTIONAL,
+    PRICE_TERMS,
+    REQUIRED,
+    TEXTS,
+    Figure,
+    Machine,
+)
 from phalanx.strict import parse_toml, read_value
 from phalanx.units import UNITS, parse_quantity
 
@@ -106,6 +114,9 @@ def _require_consistent(machine: Machine, path: Path) -> None:
         if rate and peak and rate.value > peak.value:
             rule = f"is above {peak_name} = {peak.value:g}"
             raise JobError("job/bad-value", f"{path.name}: {name}", rate.value, rule)
+    if machine.half_precision and machine.half_precision not in HALVES:
+        where, text = f"{path.name}: half_precision", shown(machine.half_precision)
+        raise JobError("job/bad-value", where, text, "no such format", legal=HALVES)
     for name in ("price_terms", "second_price_terms"):
         terms = getattr(machine, name)
         if terms and terms not in PRICE_TERMS:

@@ -43,9 +43,13 @@ OPTIONAL = {
     "second_price": "usd_per_h",
     "spot_price": "usd_per_h",
 }
-TEXTS = ("vendor", "generation", "topology", "price_terms", "second_price_terms")
+TEXTS = (
+    *("vendor", "generation", "topology", "half_precision"),
+    *("price_terms", "second_price_terms"),
+)
 PRICE_TERMS = ("on demand", "reserved", "spot", "estimate")
 PRECISIONS = ("bf16", "fp16", "fp8", "fp4", "int8")
+HALVES = ("bf16", "fp16")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +62,7 @@ class Machine:
         vendor, generation: maker and family ("NVIDIA", "Hopper"); devices of one generation run the
             same software.
         topology: of the fast links, in words.
+        half_precision: "fp16" where a device multiplies 16 bits in fp16 alone; "": in bf16 too.
         devices_per_domain: devices that share the fast links.
         cores_per_device: what names of slices such as "v5p-8" count; 0: there are no such names.
         matmul: sustained dense matrix products in bf16, FLOP/s (not the data sheet's peak; fp16
@@ -91,6 +96,7 @@ class Machine:
     vendor: str = ""
     generation: str = ""
     topology: str = ""
+    half_precision: str = ""
     price_terms: str = ""
     second_price_terms: str = ""
     cores_per_device: int = 0
@@ -113,6 +119,17 @@ class Machine:
         if self.devices_per_domain == 1:
             return 8
         return self.devices_per_domain if self.devices_per_domain <= 16 else 4
+
+    @property
+    def half(self) -> str:
+        """Format of its 16-bit products: "bf16", or "fp16" of devices without units for bf16
+        (before Ampere). What these are given in bf16 runs many times slower than `matmul`."""
+        return self.half_precision or "bf16"
+
+    @property
+    def has_bf16(self) -> bool:
+        """Whether it has units for bf16."""
+        return self.half == "bf16"
 
     @property
     def usable_bytes(self) -> float:

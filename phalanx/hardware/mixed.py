@@ -93,6 +93,8 @@ class MixedCluster:
         for name in ("vendor", "generation", "topology"):
             texts = {getattr(machine, name) for machine in machines}
             changes[name] = texts.pop() if len(texts) == 1 else ""
+        if not all(machine.has_bf16 for machine in machines):
+            changes["half_precision"] = "fp16"
         slowest, network = self.slowest_link(), changes["network_bandwidth"]
         share = slowest.bytes_per_s / min(part.num_devices for part in self.parts)
         if share < network.value:

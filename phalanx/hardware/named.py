@@ -32,11 +32,28 @@ _NAMES: tuple[tuple[str, str], ...] = (
     ("a100", "a100-80g"),
     # the only device of that generation with this peak
     ("ampere 312", "a100-80g"),
+    ("v100 16gb", "v100-16g"),
+    ("v100 16g", "v100-16g"),
+    ("v100 16 gb", "v100-16g"),
     ("v100", "v100-32g"),
     ("l40s", "l40s"),
+    ("l40", "l40"),
     ("l4", "l4"),
+    ("t4", "t4"),
     ("a10g", "a10g"),
+    ("a10", "a10"),
+    ("a30", "a30"),
+    ("a40", "a40"),
     ("rtx pro 6000", "rtx-pro-6000"),
+    ("rtx 6000 ada", "rtx-6000-ada"),
+    ("rtx6000 ada", "rtx-6000-ada"),
+    ("6000 ada", "rtx-6000-ada"),
+    ("a6000", "rtx-a6000"),
+    ("rtxa6000", "rtx-a6000"),
+    ("a5000", "rtx-a5000"),
+    ("rtxa5000", "rtx-a5000"),
+    ("rtx 5090", "rtx5090"),
+    ("rtx5090", "rtx5090"),
     ("rtx 4090", "rtx4090"),
     ("rtx4090", "rtx4090"),
     ("rtx 3090", "rtx3090"),
@@ -87,7 +104,10 @@ _NAMES: tuple[tuple[str, str], ...] = (
     ("ascend 910b 376t", "ascend-910b-376t"),
     ("ascend 910b", "ascend-910b"),
 )
+_MAKERS = ("nvidia", "geforce", "tesla", "amd", "instinct", "intel", "aws", "huawei")
+_OTHER_CHIPS = {"ti", "super", "laptop", "d"}  # than the GeForce of that number
 _MIXED = re.compile(r"\s\+\s|,\s+(?![^(]*\))")  # a comma outside of brackets
+_SIZE = re.compile(r"[\s\-_]\d+ ?GB?$", re.IGNORECASE)
 _COUNTED = re.compile(r"^\s*(\d+)\s*[xX*]\s*(?=\D)|\(x(\d+)\)\s*$")
 
 
@@ -121,6 +141,28 @@ def machines_called(text: str) -> list[tuple[Machine, int]] | None:
     return found
 
 
+def machine_named(text: str) -> Machine | None:
+    """The machine of which a text is the whole name, however it is written: "a6000", "RTX-4090".
+
+    A size of memory may stand behind it ("H100-80GB"). Unlike `machine_called` it leaves out no
+    other word: "h100-pci" is none.
+    """
+    names = {_bare(name): name for name in machine_names()}
+    for whole in (_bare(text), _bare(_SIZE.sub("", text.strip()))):
+        called = names.get(whole) or next((to for name, to in _NAMES if _bare(name) == whole), None)
+        if called and _has_memory(read_machine(called), text):
+            return read_machine(called)
+    return None
+
+
+def _bare(name: str) -> str:
+    """Letters and digits, without maker and family in front, and "80GB" as "80g"."""
+    words = re.findall(r"[a-z0-9]+", re.sub(r"(\d)gb\b", r"\1g", name.lower()))
+    while words and words[0] in _MAKERS:
+        words = words[1:]
+    return "".join(words)
+
+
 @lru_cache(maxsize=1024)
 def _one(text: str) -> Machine | None:
     plain = _COUNTED.sub("", text.strip()).strip()
@@ -128,7 +170,7 @@ def _one(text: str) -> Machine | None:
         return read_machine(plain.lower())
     words = set(re.findall(r"[a-z]+\d+[a-z]+\d*|[a-z]+\d*|\d+[a-z]+|\d+", plain.lower()))
     words |= {part for word in words for part in re.findall(r"\d+|[a-z]+", word)}
-    if words & {"ti", "super"}:  # other chips than the GeForce of that number
+    if words & _OTHER_CHIPS:
         return None
     for name, called in _NAMES:
         if set(name.split()) <= words:

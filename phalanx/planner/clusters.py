@@ -11,13 +11,15 @@ from phalanx.hardware import (
     Cluster,
     MixedCluster,
     machine_called,
+    machine_named,
     machine_names,
+    named_instance,
     read_cluster,
     read_machine,
 )
 
 MOST_CLUSTERS = 32
-_COUNTED = re.compile(r"(\d{1,8})x([^+@]+)", re.IGNORECASE | re.ASCII)
+_COUNTED = re.compile(r"(?:(\d{1,8})[x*])?([^+@]+)", re.IGNORECASE | re.ASCII)
 HERE_FILE = "here.toml"  # of the current folder: this machine, as `phalanx lab calibrate` wrote it
 
 
@@ -62,33 +64,43 @@ def asked_clusters(text: str) -> list[AskedCluster]:
         if cluster in found:
             rule = f"is the same as {found[cluster].text}"
             raise JobError("job/bad-value", "--on", name, rule)
-        note = _mixed_note(mixed) if mixed else _note(name, cluster) or _called_note(name, cluster)
+        notes = (
+            [_mixed_note(mixed)] if mixed else [_note(name, cluster) or _read_note(name, cluster)]
+        )
         if name.lower() == "here":
-            note = f"all of {HERE_FILE}, measured on {cluster.machine.matmul.date}"
-        found[cluster] = AskedCluster(name, cluster, note, mixed)
+            notes = [f"all of {HERE_FILE}, measured on {cluster.machine.matmul.date}"]
+        notes.append(_half_note(name, cluster))
+        found[cluster] = AskedCluster(name, cluster, "; ".join(filter(None, notes)), mixed)
     return list(found.values())
 
 
 def _read(name: str) -> Cluster | MixedCluster:
-    """A cluster by its own name, or of a kind by the name that people give it: "8xA100"."""
+    """A cluster by its own name, or of a kind as people call it: "8xA100", "a6000"."""
     try:
         return read_cluster(name)
     except JobError as error:
         called = _COUNTED.fullmatch(name)
-        machine = machine_called(called[2]) if called else None
+        counted = called is not None and called[1] is not None
+        machine = (machine_called if counted else machine_named)(called[2]) if called else None
         is_name = error.code in ("registry/unknown", "job/bad-value")
         if not is_name or called is None or machine is None:
             raise
-        return read_cluster(f"{called[1]}x{machine.name}")
+        return read_cluster(f"{called[1] or 1}x{machine.name}")
 
 
-def _called_note(name: str, cluster: Cluster) -> str:
+def _read_note(name: str, cluster: Cluster) -> str:
     """Of a kind with another name here: what it was taken for, and what it may have been."""
     called = _COUNTED.fullmatch(name)
     own = cluster.machine.name
     if called is None or called[2].endswith(".toml") or called[2].strip().lower() == own:
         return ""
     stem = called[2].strip().lower()
+    if instance := named_instance(stem):
+        hosts = cluster.num_devices // instance.devices
+        rate = cluster.machine.network_bandwidth.value * 8 / 1e9
+        between = f", {rate:.4g} Gbit/s a device between them"
+        where = f" on {hosts} hosts of {instance.devices}{between}" if hosts > 1 else ""
+        return f"{name} is {cluster}{where}; the price is the machine's, whoever rents it out"
     others = [each for each in machine_names() if each.startswith(stem) and each != own]
     also = f"; there are {', '.join(others)} as well" if others else ""
     return f"{name} is read as {cluster}{also}"
@@ -111,6 +123,15 @@ def _note(name: str, cluster: Cluster) -> str:
     counts = f" counts TensorCores, {cores} to a chip: {cluster.num_devices} chips"
     slice_note = f"{counts};" if is_slice and cores > 1 else ":"
     return f"{name}{slice_note} a price to compare with, Phalanx itself does not run on TPUs"
+
+
+def _half_note(name: str, cluster: Cluster) -> str:
+    if cluster.machine.has_bf16:
+        return ""
+    return (
+        f"{name} has no bf16 units: products of 16 bits are priced in fp16. In bfloat16, as "
+        "Phalanx trains and serves, they run at an eighth or less of that (torch on V100, RTX 2080)"
+    )
 
 
 def _mixed_note(mixed: MixedCluster) -> str:

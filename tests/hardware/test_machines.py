@@ -85,6 +85,11 @@ def test_bad_clusters_are_refused_with_a_way_out(text, code):
         ('value = "700 W"', 'value = "700 J"', "unit/unknown"),
         ('topology = "NVLink4 all-to-all switch"', "topology = 4", "job/bad-value"),
         ("[price]", "[bf16_matmul]", "job/unknown-key"),
+        (
+            "devices_per_domain = 8",
+            'half_precision = "fp32"\ndevices_per_domain = 8',
+            "job/bad-value",
+        ),
     ],
     ids=lambda value: value[:28],
 )
@@ -121,6 +126,44 @@ def test_no_rate_of_a_shipped_machine_is_above_its_peak_and_fewer_bits_are_no_sl
         assert 0.5 <= rates[0] / machine.bf16_peak.value <= 1
     if machine.fp8_peak:
         assert 0.45 <= rates[1] / machine.fp8_peak.value <= 1
+
+
+@pytest.mark.parametrize("name", machine_names())
+def test_fewer_bits_have_no_lower_peak_and_power_is_above_zero(name):
+    machine = read_machine(name)
+    peaks = [machine.bf16_peak, machine.fp8_peak, machine.fp4_peak]
+    known = [peak.value for peak in peaks if peak]
+    assert known == sorted(known)
+    if machine.int8_peak and machine.bf16_peak:
+        assert machine.int8_peak.value >= machine.bf16_peak.value
+    assert machine.tdp is None or machine.tdp.value > 0
+
+
+# fp32 on vector units, TFLOP/s, and how many times that matrix units do dense with sums in fp32; of
+# a figure with sparsity it would be twice as many
+DENSE = {
+    "t4": (8.1, 8), "v100-16g": (15.7, 8), "v100-32g": (15.7, 8), "a30": (10.3, 16),
+    "a10": (31.2, 4), "a40": (37.4, 4), "rtx-a5000": (27.8, 4), "rtx-a6000": (38.7, 4),
+    "rtx-6000-ada": (91.1, 4), "l40s": (91.6, 4), "l40": (90.5, 2), "rtx5090": (104.8, 2),
+    "rtx4090": (82.6, 2), "rtx3090": (35.6, 2),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "fp32_tflops", "times"), [(k, *v) for k, v in DENSE.items()])
+def test_peaks_of_cards_are_dense(name, fp32_tflops, times):
+    peak = read_machine(name).bf16_peak.value / 1e12
+    assert peak == pytest.approx(times * fp32_tflops, rel=0.02)
+
+
+def test_devices_before_ampere_multiply_16_bits_in_fp16_and_say_so():
+    halves = {name: read_machine(name).half for name in machine_names()}
+    old = {name for name, half in halves.items() if half == "fp16"}
+    assert old == {"t4", "v100-16g", "v100-32g", "rtx2080", "titan-rtx"}
+    assert {read_machine(name).generation for name in old} == {"Volta", "Turing"}
+    for name in old:
+        machine = read_machine(name)
+        assert not machine.has_bf16 and machine.bf16_peak.source.startswith("fp16, dense")
+        assert machine.matmul_of("bf16").source.startswith("fp16, for there is no bf16")
 
 
 def test_a_price_that_is_not_known_is_infinite_and_none_is_made_up():

@@ -156,7 +156,7 @@ def test_sites_that_no_link_joins_are_refused(folder):
         ("8xh100+a100-80g", "COUNTxMACHINE"),
         ("+8xh100", "COUNTxMACHINE"),
         ("8xh100+0xl40s", "at least one"),
-        ("8xh100+8xl40", "no such machine"),
+        ("8xh100+8xl41", "no such machine"),
         ("9000000xh100+9000000xl40s", "at most"),
         ("./none.toml", "No such file"),
     ],

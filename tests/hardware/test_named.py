@@ -4,7 +4,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.hardware import Machine, machine_called, machine_names, machines_called, read_machine
+from phalanx.hardware import (
+    Machine,
+    machine_called,
+    machine_named,
+    machine_names,
+    machines_called,
+    read_machine,
+)
 
 # every string of the published tables' columns, and the machine that is meant
 TABLES = """
@@ -100,6 +107,20 @@ AWS Trainium2: trainium2
 Arc Pro B60: arc-b60
 Ascend 910C (package): ascend-910c
 Ascend 910B (376T bin): ascend-910b-376t
+Tesla T4: t4
+NVIDIA A10: a10
+NVIDIA-A10: a10
+NVIDIA A30: a30
+NVIDIA A40: a40
+NVIDIA L40: l40
+NVIDIA RTX A6000: rtx-a6000
+8xA6000: rtx-a6000
+RTXA5000: rtx-a5000
+NVIDIA RTX 6000 Ada Generation: rtx-6000-ada
+RTX6000-Ada: rtx-6000-ada
+NVIDIA GeForce RTX 5090: rtx5090
+Tesla V100-SXM2-16GB: v100-16g
+V100 SXM2 16 GB: v100-16g
 """
 
 
@@ -150,7 +171,9 @@ def test_any_text_is_a_machine_or_none(text):
     machines_called(text)
 
 
-@pytest.mark.parametrize("text", ["V100 SXM2 16GB", "H100 64GB", "RTX 2080 Ti", "A100 SXM 20 GB"])
+@pytest.mark.parametrize(
+    "text", ["T4 32GB", "H100 64GB", "RTX 2080 Ti", "A100 SXM 20 GB", "RTX 4090 D", "RTX 6000"]
+)
 def test_a_device_with_other_memory_or_another_chip_is_not_the_one_of_that_number(text):
     assert machine_called(text) is None
 
@@ -165,3 +188,29 @@ def test_a_device_with_other_memory_or_another_chip_is_not_the_one_of_that_numbe
 )  # fmt: skip
 def test_names_as_drivers_and_clouds_give_them(text, name):
     assert machine_called(text).name == name
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("a6000", "rtx-a6000"), ("RTX-A6000", "rtx-a6000"), ("rtx_a5000", "rtx-a5000"),
+        ("RTX 5090", "rtx5090"), ("rtx-4090", "rtx4090"), ("GeForce RTX 3090", "rtx3090"),
+        ("Tesla T4", "t4"), ("NVIDIA L40", "l40"), ("A100-80GB", "a100-80g"), ("a100", "a100-80g"),
+        ("H100-80GB", "h100"), ("V100-16GB", "v100-16g"), ("Gaudi 3", "gaudi3"),
+        ("AMD Instinct MI300X", "mi300x"), ("6000 Ada", "rtx-6000-ada"),
+    ],
+)  # fmt: skip
+def test_a_whole_name_is_a_machine_however_it_is_written(text, name):
+    assert machine_named(text) is read_machine(name)
+
+
+@pytest.mark.parametrize(
+    "text", ["h100-pci", "my h100", "H100-64GB", "V100-24GB", "rtx6000", "nvidia", "", "-", "80GB"]
+)
+def test_a_name_with_another_word_or_another_memory_is_none(text):
+    assert machine_named(text) is None
+
+
+@given(text=st.text() | st.text("aA10tT4rx- 68GB"))
+def test_any_text_is_a_whole_name_or_none(text):
+    assert isinstance(machine_named(text), Machine | None)

@@ -22,8 +22,8 @@ def test_names_that_people_give_are_read_and_it_is_said_as_what():
     found = asked_clusters("8xA100,4xRTX 4090,16xMI250")
     assert [str(each.cluster) for each in found] == ["8xa100-80g", "4xrtx4090", "16xmi250x"]
     assert found[0].note == ("8xA100 is read as 8xa100-80g; there are a100-40g, a100-pcie as well")
-    with pytest.raises(JobError, match="v100-32g"):
-        asked_clusters("8xV100-16GB")  # another size of memory is another machine
+    with pytest.raises(JobError, match="a100-40g"):
+        asked_clusters("8xA100-20GB")  # another size of memory is another machine
 
 
 def test_here_is_the_machine_that_was_measured_in_this_folder(tmp_path, monkeypatch):
@@ -84,3 +84,31 @@ def test_any_text_is_a_list_of_clusters_or_refused(text):
         assert "\n" not in str(error)
     else:
         assert len(found) == text.count(",") + 1
+
+
+@pytest.mark.parametrize(
+    ("text", "cluster", "says"),
+    [
+        ("a6000", "1xrtx-a6000", "a6000 is read as 1xrtx-a6000"),
+        ("4xA10", "4xa10", ""),
+        ("RTX-5090", "1xrtx5090", "RTX-5090 is read as 1xrtx5090"),
+        ("p5.48xlarge", "8xh100", "p5.48xlarge is 8xh100; the price is the machine's"),
+        ("2xg5.12xlarge", "8xa10g", "8xa10g on 2 hosts of 4, 10 Gbit/s a device between them"),
+        ("8xT4", "8xt4", "8xT4 has no bf16 units: products of 16 bits are priced in fp16"),
+        ("g4dn.12xlarge", "4xt4", "rents it out; g4dn.12xlarge has no bf16 units"),
+    ],
+)
+def test_cards_and_hosts_are_read_as_people_write_them_and_it_is_said(text, cluster, says):
+    (found,) = asked_clusters(text)
+    assert str(found.cluster) == cluster
+    assert says in found.note if says else found.note == ""
+
+
+def test_a_cluster_with_one_part_without_bf16_has_none():
+    (found,) = asked_clusters("4xt4+4xl4")
+    assert not found.cluster.machine.has_bf16 and "no bf16 units" in found.note
+
+
+def test_a_bare_name_with_another_word_is_refused_with_the_nearest():
+    with pytest.raises(JobError, match="h100-pcie"):
+        asked_clusters("h100-pci")
