@@ -90,6 +90,11 @@ class StepPrices:
         high = self._decode[at + 1][to] * (1 - part) + self._decode[at + 1][to + 1] * part
         return low * (1 - share) + high * share
 
+    def rest_s(self, tokens: int, cached: int) -> float:
+        """Of the engine's time for a prompt whose first tokens are cached but attended to."""
+        whole_s = self.prompt_s(tokens)
+        return whole_s - self.prompt_s(cached) + self._whole_s[0] if cached else whole_s
+
     def prompt_s(self, tokens: int) -> float:
         """Of the engine's time for a whole prompt."""
         at, share = _place(self._prompts, tokens)
@@ -120,6 +125,7 @@ class PlayedRequests:
         tpot_s: of those with two output tokens or more.
         preempted: caches that were dropped.
         end_s: when the last request ended.
+        prompt_tokens, reused_tokens: of each request; of these, found in the prefix cache.
     """
 
     ttft_s: np.ndarray
@@ -127,6 +133,13 @@ class PlayedRequests:
     latency_s: np.ndarray
     preempted: int
     end_s: float
+    prompt_tokens: np.ndarray
+    reused_tokens: np.ndarray
+
+    @property
+    def reused_frac(self) -> float:
+        """Share of all prompts' tokens that the prefix cache held."""
+        return float(self.reused_tokens.sum() / self.prompt_tokens.sum())
 
     def percentiles(self, name: str) -> tuple[float, float]:
         """Median and 99th percentile of "ttft_s", "tpot_s" or "latency_s"."""
@@ -145,18 +158,25 @@ def play_requests(
     max_running: int,
     engines: int = 1,
     scheduler: str | dict[str, Any] = "continuous",
+    reuses_prefixes: bool = True,
 ) -> PlayedRequests:
     """Play requests on equal engines that take turns, each with the real scheduler.
+
+    Each engine has a prefix cache of its own, and its attention replicas count as one: turns send
+    a request where it would go without looking at what is cached there.
 
     Args:
         plan: one row: an engine; rates: its columns.
         kv_tokens: that the caches of one engine hold.
         max_running: requests in a batch of one engine.
         scheduler: policy of the family "serve".
+        reuses_prefixes: whether prompts that begin alike share what is cached.
 
     Raises:
         JobError: `serve/request` for a request that no cache can hold.
     """
+    if not reuses_prefixes:
+        requests = replace(requests, prefixes=None)
     longest = int((requests.prompt_tokens + requests.output_tokens).max())
     prices = StepPrices(plan, rates, most_rows=max_running, longest=longest)
     policy: React = build("serve", scheduler, "plan.serve")
@@ -176,11 +196,14 @@ def play_requests(
         latency_s=np.concatenate([one.latency_s for one in each]) + outside_s,
         preempted=sum(one.preempted for one in each),
         end_s=max(one.end_s for one in each),
+        prompt_tokens=np.concatenate([one.prompt_tokens for one in each]),
+        reused_tokens=np.concatenate([one.reused_tokens for one in each]),
     )
     if plan.pipeline[0] == 1:
         return played
     # stages work on several prompts at once, but a prompt passes all of them
-    passing_s = prices.prompt_s(int(mean_prompt[0])) * float(plan.pipeline[0] - 1)
+    rest_s = prices.rest_s(int(mean_prompt[0]), int(played.reused_tokens.mean()))
+    passing_s = rest_s * float(plan.pipeline[0] - 1)
     return replace(played, ttft_s=played.ttft_s + passing_s, latency_s=played.latency_s + passing_s)
 
 
@@ -192,11 +215,7 @@ def _play_engine(
     max_running: int,
     step_tokens: int,
 ) -> PlayedRequests:
-    columns = (requests.arrival_s, requests.prompt_tokens, requests.output_tokens)
-    asked = [
-        SimRequest(id=at, arrive_s=sent_s, prompt_len=prompt, max_new=output, num_new=output)
-        for at, (sent_s, prompt, output) in enumerate(zip(*(each.tolist() for each in columns)))
-    ]
+    asked = _sim_requests(requests)
     engine = SimEngine(
         asked,
         num_blocks=int(kv_tokens // BLOCK_TOKENS),
@@ -213,4 +232,18 @@ def _play_engine(
         latency_s=last_s - requests.arrival_s,
         preempted=engine.num_preempted,
         end_s=float(last_s.max()),
+        prompt_tokens=requests.prompt_tokens,
+        reused_tokens=np.asarray([engine.reused_tokens.get(each.id, 0) for each in asked]),
     )
+
+
+def _sim_requests(requests: RequestTrace) -> list[SimRequest]:
+    columns = (requests.arrival_s, requests.prompt_tokens, requests.output_tokens)
+    asked = [
+        SimRequest(id=at, arrive_s=sent_s, prompt_len=prompt, max_new=output, num_new=output)
+        for at, (sent_s, prompt, output) in enumerate(zip(*(each.tolist() for each in columns)))
+    ]
+    if requests.prefixes is None:
+        return asked
+    keys = requests.prefixes.block_keys(requests.prompt_tokens, BLOCK_TOKENS)
+    return [replace(each, prefix_keys=its) for each, its in zip(asked, keys)]
