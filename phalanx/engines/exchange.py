@@ -61,7 +61,7 @@ class EpochExchange:
     Args:
         store: where groups meet; every group gets a connection of its own.
         context: the tensors of this rank; what is copied or received goes to its host memory.
-        kind: backend.
+        kind: backend of the all-reduces; copies of state are of host memory, so on gloo.
         timeout_s: for forming a group and for one exchange.
     """
 
@@ -86,7 +86,7 @@ class EpochExchange:
 
     def form(self, axis: str, members: tuple[int, ...], epoch: int) -> None:
         """Build the group of an epoch; returns when all members have called this."""
-        group = self._new_group(axis, epoch)
+        group = self._new_group(axis, epoch, self._kind)
         process_group = group.form(members, epoch)
         with self._lock:
             self._require_current(epoch)
@@ -135,7 +135,7 @@ class EpochExchange:
         """A message is a broadcast in a group of two: gloo's send and recv only make progress
         while someone blocks in their `wait`, which nothing can then end but their timeout."""
         source = action.peer if target == self._my_id else self._my_id
-        pair = self._new_group(f"{action.axis}.{action.tensor}.{target}", epoch)
+        pair = self._new_group(f"{action.axis}.{action.tensor}.{target}", epoch, "gloo")
         process_group = pair.form((source, target), epoch)
         pair.wait(process_group.broadcast([tensor], _FROM_FIRST))
 
@@ -144,9 +144,9 @@ class EpochExchange:
             self._require_current(epoch)
             self._context.host[handle] = copy
 
-    def _new_group(self, name: str, epoch: int) -> LogicalGroup:
+    def _new_group(self, name: str, epoch: int, kind: str) -> LogicalGroup:
         store = self._connections.take()
-        group = LogicalGroup(store, name, self._my_id, self._kind, self._timeout_s)
+        group = LogicalGroup(store, name, self._my_id, kind, self._timeout_s)
         with self._lock:
             self._require_current(epoch)
             self._groups.append(group)

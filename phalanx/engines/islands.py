@@ -43,7 +43,7 @@ class IslandWorld:
         store: where the groups of the epochs meet.
         ops: name -> callable(context, action).
         facts: what the policies' views hold.
-        kind: backend of the exchange, "gloo" or "nccl"; control never uses it.
+        kind: backend of the exchange, "gloo" or "nccl"; control and copies of state never use it.
         context: the tensors of this rank (None: an empty one on the CPU).
     """
 

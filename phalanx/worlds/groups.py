@@ -24,6 +24,7 @@ from torch.distributed import Work
 
 from phalanx.errors import WorldError
 from phalanx.worlds.logged_group import LoggedGroup
+from phalanx.worlds.torch_private import abort_nccl
 
 _MAX_NAP_S = 0.005
 
@@ -125,7 +126,11 @@ def bury(group: LoggedGroup, timeout_s: float) -> None:
 
     gloo's destructor waits for its threads, which a dead peer holds until their timeout. The group
     is kept until then, so that nobody who drops it last is held up, nor the end of the process.
+    NCCL's operations are aborted: their kernels would hold the device, and when their timeout has
+    come, NCCL's watchdog ends the process.
     """
+    if "nccl" in group.kind:
+        threading.Thread(target=abort_nccl, args=(group,), name="abort", daemon=True).start()
     holder = [group]
     grave = threading.Timer(timeout_s + 1.0, holder.clear)
     grave.daemon = True

@@ -118,7 +118,8 @@ class LoggedGroup(ProcessGroup):
         backends = torch_private.make_backends(kind, store, rank, len(ranks), timeout)
         torch_private.attach_backends(self, backends)
         self._inner = torch_private.plain_group(store, rank, len(ranks), backends)
-        self._ranks, self._axis, self.timeout = tuple(ranks), axis, timeout
+        self.kind, self.timeout = kind, timeout
+        self._ranks, self._axis = tuple(ranks), axis
         self._counts: Counter[str] = Counter()
         self._batch: list[CommRow] | None = None
 

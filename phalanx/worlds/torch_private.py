@@ -1,7 +1,8 @@
 """Private interfaces of torch.distributed 2.13 that worlds need, and nothing else.
 
 Everything here may change with a torch release; the rest of `worlds` uses public names only.
-- process groups made by hand: `ProcessGroup._register_backend`, `_set_default_backend`;
+- process groups made by hand: `ProcessGroup._register_backend`, `_set_default_backend`, and ended
+  alone: `Backend.abort`;
 - plug-in backends that return a whole ProcessGroup: `Backend.register_backend`;
 - batched point-to-point on groups that are subclasses: `distributed_c10d._coalescing_manager`;
 - what DTensor remembers of meshes: `debug._clear_sharding_prop_cache`, `_gen_transform_infos`.
@@ -97,6 +98,11 @@ def plain_group(
     group = ProcessGroup(store, rank, size)
     attach_backends(group, backends)
     return group
+
+
+def abort_nccl(group: ProcessGroup) -> None:
+    """End what runs in a group on NCCL, its kernels included; other ranks are not asked."""
+    group._get_backend(torch.device("cuda")).abort()
 
 
 def register_group_backend(

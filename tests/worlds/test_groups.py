@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from phalanx.errors import WorldError
-from phalanx.worlds.groups import LogicalGroup
+from phalanx.worlds.groups import LogicalGroup, bury
 from tests.ranks import DIED, current_store, run_ranks
 
 pytestmark = pytest.mark.dist
@@ -81,3 +81,32 @@ def test_survivors_of_a_kill_form_the_next_epoch_without_waiting_for_the_timeout
     for code, total, took_s in (first, second):
         assert code == "world/membership" and total == 1.0
         assert took_s < 10.0
+
+
+class Backend:
+    """Of a group; notes that it was aborted."""
+
+    def __init__(self) -> None:
+        self.is_aborted = threading.Event()
+
+    def abort(self) -> None:
+        self.is_aborted.set()
+
+
+class Group:
+    """What is left of an epoch's group when the epoch is over."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind, self.backend = kind, Backend()
+
+    def _get_backend(self, device: torch.device) -> Backend:
+        assert device.type == "cuda"
+        return self.backend
+
+
+def test_nccl_groups_are_aborted_long_before_the_watchdog_ends_the_process():
+    nccl, gloo = Group("nccl"), Group("gloo")
+    for group in (nccl, gloo):
+        bury(group, timeout_s=3600.0)
+    assert nccl.backend.is_aborted.wait(20.0)
+    assert not gloo.backend.is_aborted.is_set(), "its threads are waited for"
