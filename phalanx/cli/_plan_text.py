@@ -186,9 +186,13 @@ def _show_comparison(priced: PricedJob) -> None:
     for each in fitting:
         _show_rented(each, priced)
     host = max(priced.host_bytes(each) for each in fitting)
+    states = [
+        f"{each.asked.text} {gib(away)}" for each in fitting if (away := priced.host_states(each))
+    ]
+    kept = f", for moments of each host: {', '.join(states)}" if states else ""
     paragraph(
         f"disk: weights {gb(priced.model_bytes)}, checkpoint {gb(priced.checkpoint_bytes)}; "
-        f"host memory to load: {gib(host)}",
+        f"host memory to load: {gib(host)}{kept}",
         hang=2,
     )
     fitted = "fitted to published rows" if "fitted" in fitting[0].source else "with assumed rates"
@@ -239,6 +243,11 @@ def _show_given(given: Given) -> None:
     sized, best = given.plan.sized, given.answer.best
     limit = given.answer.limit_bytes / GIBIBYTE
     verdict = "fits" if given.fits else "does not fit"
+    if sized.host_bytes > given.host_limit_bytes:
+        host = f"{gib(sized.host_bytes)} of {gib(given.host_limit_bytes)}"
+        verdict += f" into host memory ({host} a device)"
+    elif sized.host_bytes:
+        verdict += f" with {gib(sized.host_bytes)} of host memory a device"
     step = duration([s / 3600 for s in (given.plan.total_s, given.plan.low_s, given.plan.high_s)])
     paragraph(
         f"{where} {verdict}, {sized.peak_bytes / GIBIBYTE:.1f} of {limit:.1f} GiB, a step takes "

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import inf
 from typing import Any
 
 import numpy as np
 
 from phalanx.cost.training_plans import COLUMNS, TrainingPlans
+from phalanx.cost.training_price import _HOST_LINK_BYTES_PER_S as HOST_LINK_BYTES_PER_S
 from phalanx.cost.training_step import training_step
 from phalanx.errors import PlanError
 from phalanx.planner.answers import Answer, PricedPlan, priced_plan
@@ -34,8 +36,18 @@ class Given:
 
     @property
     def fits(self) -> bool:
-        """Whether its memory is expected to suffice."""
-        return self.plan is not None and self.plan.sized.peak_bytes <= self.answer.limit_bytes
+        """Whether its memory, and that of the host, is expected to suffice."""
+        return (
+            self.plan is not None
+            and self.plan.sized.peak_bytes <= self.answer.limit_bytes
+            and self.plan.sized.host_bytes <= self.host_limit_bytes
+        )
+
+    @property
+    def host_limit_bytes(self) -> float:
+        """Host memory of a device; infinite where nobody says."""
+        host = self.answer.asked.cluster.machine.host_memory
+        return host.value if host is not None else inf
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -46,6 +58,7 @@ class Given:
             table |= {"words": sized.describe(), "columns": dict(sized.row)}
             table |= {"step_s": self.plan.total_s, "least_s": self.plan.low_s}
             table |= {"most_s": self.plan.high_s, "peak_bytes": sized.peak_bytes}
+            table |= {"host_state_bytes": sized.host_bytes}
             table |= {"memory": dict(sized.terms), "seconds": dict(self.plan.parts)}
         return table
 
@@ -64,7 +77,38 @@ def given_plan(foreign: ForeignPlan, answer: Answer) -> Given:
     times = training_step(training.shape, sized.plans, cluster.machine)
     priced = priced_plan(sized.at(0), times, 0)
     best = () if answer.best is None else _to(answer.best, sized.plans)
+    if foreign.offloads_weights:
+        priced = _with_weights_away(priced)
+        best = (*best, "weights in host memory yes -> no") if answer.best is not None else ()
     return Given(answer, priced, best)
+
+
+def _with_weights_away(plan: PricedPlan) -> PricedPlan:
+    """The same with weights and gradients in host memory too, as FSDP and ZeRO-3 offload them.
+
+    A rank's part of the weights crosses the host's link for the forward and for the backward pass
+    of every micro-batch, its gradients once; products hide the way, as far as they last so long.
+    """
+    terms, row = dict(plan.sized.terms), plan.sized.row
+    weights, gradients = terms["weights"], terms["gradients"]
+    terms |= {"weights": 0.0, "gradients": 0.0}
+    passes = 1 if row["keeps_gathered"] else 2
+    way_s = row["num_micro"] * (passes * weights + gradients) / HOST_LINK_BYTES_PER_S
+    products_s = sum(plan.parts.get(name, 0.0) for name in ("compute", "recompute"))
+    waits_s = max(0.0, way_s - products_s)
+    sized = replace(
+        plan.sized,
+        terms=terms,
+        high_bytes=plan.sized.high_bytes - weights - gradients,
+        host_bytes=plan.sized.host_bytes + weights + gradients,
+    )
+    return replace(
+        plan,
+        sized=sized,
+        parts={**plan.parts, "host": waits_s},
+        low_s=plan.low_s + waits_s,
+        high_s=plan.high_s + way_s,
+    )
 
 
 def _to(best: PricedPlan, given: TrainingPlans) -> tuple[str, ...]:

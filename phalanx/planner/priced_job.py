@@ -114,6 +114,11 @@ class PricedJob:
         cluster = each.asked.cluster
         return float(largest * min(cluster.num_devices, cluster.machine.devices_per_host))
 
+    def host_states(self, each: Answer) -> float:
+        """Memory of a host that its ranks' states take while they train, where they live there."""
+        cluster, away = each.asked.cluster, each.best.sized.host_bytes if each.best else 0.0
+        return away * min(cluster.num_devices, cluster.machine.devices_per_host)
+
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
         profile = self.training.profile
@@ -127,6 +132,10 @@ class PricedJob:
                 "trained": self.num_trained,
             },
             "data": profile.to_dict() if profile is not None else rows,
+            "method": self.training.method,
+            "lora_rank": self.training.lora.rank if self.training.lora else 0,
+            "lora_targets": list(self.training.lora.targets) if self.training.lora else [],
+            "base_bits": self.training.base_bits,
             "precision": self.training.precision,
             "steps": self.training.num_steps,
             "of_one_step": self.of_one_step,

@@ -1,10 +1,12 @@
 """How hours and dollars are written."""
 
+import json
 import math
 
 import pytest
 
 from phalanx.cli._plan_figures import dollars, duration, gb, gib, quantity
+from phalanx.cli.app import run
 
 
 @pytest.mark.parametrize(
@@ -48,3 +50,14 @@ def test_figures_of_a_machine_have_units():
     assert quantity("memory_bandwidth", 3.35e12) == "3.35 TB/s"
     assert quantity("link_latency", 5e-6) == "5 us"
     assert quantity("tdp", 700.0) == "700 W" and quantity("usable_memory_frac", 0.92) == "0.92"
+
+
+def test_moments_in_host_memory_are_told_as_memory_of_the_host(capsys, tmp_path):
+    file = tmp_path / "plan.json"
+    words = ["llama-3.1-8b", "--full", "--seq", "1024", "--global-tokens", "4k", "--on", "1xh100"]
+    assert run(["plan", *words, "--json", str(file)]) == 0
+    assert run(["plan", *words]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    cluster = json.loads(file.read_text())["clusters"][0]
+    assert cluster["host_state_bytes"] == 8 * 8_030_261_248  # two moments of four bytes
+    assert "for moments of each host: 1xh100 59.8 GiB" in text

@@ -4,8 +4,11 @@ from dataclasses import replace
 
 import pytest
 
+from phalanx.cli._plan_ask import Asked
 from phalanx.errors import PhalanxError
+from phalanx.hardware import Cluster
 from phalanx.job import load_job
+from phalanx.planner.clusters import AskedCluster
 from phalanx.planner.given import given_plan
 from phalanx.planner.importers import ForeignPlan
 from phalanx.planner.lockfile import foreign_files, lockfile
@@ -86,3 +89,42 @@ def test_other_programs_get_the_best_plan_that_they_have_words_for():
     assert len(files) == 1 and plan is found.best.best
     with pytest.raises(PhalanxError, match="serve"):
         foreign_files(found, found.best, "vllm")
+
+
+def test_weights_in_host_memory_leave_the_device_and_cross_the_link(tmp_path):
+    """70B of 4 bits on two cards of 24 GB, as FSDP with QLoRA is known for: 34.7 GiB of weights."""
+    text = (
+        "base_model: llama-3.1-70b\nload_in_4bit: true\nadapter: qlora\nlora_r: 8\n"
+        "sequence_len: 512\nmicro_batch_size: 1\ngradient_accumulation_steps: 4\n"
+        "gradient_checkpointing: true\nfsdp: [full_shard]\nfsdp_config:\n"
+        "  fsdp_sharding_strategy: FULL_SHARD\n"
+    )
+    away, here = (_priced(tmp_path, text + more) for more in ("  fsdp_offload_params: true\n", ""))
+    weights, gradients = (here.plan.sized.terms[name] for name in ("weights", "gradients"))
+    assert weights == pytest.approx(34.7 / 2 * 2**30, rel=0.02)
+    assert away.plan.sized.terms["weights"] == 0
+    moments = here.plan.sized.terms["moments"]
+    assert away.plan.sized.host_bytes == pytest.approx(weights + gradients + moments)
+    assert away.plan.total_s > here.plan.total_s and away.plan.high_s > away.plan.total_s
+    assert away.changes[-1] == "weights in host memory yes -> no"
+
+
+def test_host_memory_has_a_limit_too():
+    where = asked(2)
+    away = replace(SHARDED, offload=1.0, offloads_weights=True)
+    assert given_plan(away, answer(training("full"), where)).fits
+    host = replace(where.cluster.machine.memory, value=2.0**20)
+    small = Cluster(replace(where.cluster.machine, host_memory=host), 2)
+    given = given_plan(away, answer(training("full"), AskedCluster("small", small)))
+    assert given.plan.sized.peak_bytes < given.answer.limit_bytes
+    assert given.plan.sized.host_bytes > given.host_limit_bytes == 2**20 and not given.fits
+
+
+def _priced(folder, text, on="2xrtx4090"):
+    file = folder / "axolotl.yaml"
+    file.write_text(text)
+    asked = Asked("", "", "", on, [])
+    asked.method(None, False, "")
+    asked.read(str(file))
+    question = asked.question(precision="", base_bits=0, software="")
+    return price_job(asked.job(), question).given[0]
