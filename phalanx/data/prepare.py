@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 from phalanx.data.cached import cache_folder, cached_folder, content_key
 from phalanx.data.collect import collect
@@ -40,7 +41,7 @@ def prepare(settings: DataSettings, tokenizer_folder: str | Path) -> Prepared:
     if not settings.context_tokens:
         settings = replace(settings, context_tokens=context_of(tokenizer_folder))
     made_of = (
-        asdict(settings),
+        _set(settings),
         content_hash(settings.source),
         content_hash(settings.held_out_source) if settings.held_out_source else "",
         tokenizer_hash(tokenizer_folder, settings.chat_template),
@@ -52,6 +53,13 @@ def prepare(settings: DataSettings, tokenizer_folder: str | Path) -> Prepared:
         write_account(folder, FORMAT_VERSION, collect(folder, settings, tokenizer))
 
     return read_prepared(cached_folder(path, fill))
+
+
+def _set(settings: DataSettings) -> dict[str, Any]:
+    """What is not at its default, so that files stay those of the same rows, and runs go on with
+    them, when a later release has more settings."""
+    default = DataSettings()
+    return {key: x for key, x in asdict(settings).items() if x != getattr(default, key)}
 
 
 def context_of(model_folder: str | Path) -> int:

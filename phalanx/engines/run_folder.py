@@ -17,6 +17,7 @@ from phalanx.engines.result import FILE_NAME, TrainResult
 from phalanx.engines.signs import FOLDER as WATCH
 from phalanx.errors import JobError, PlanError, shown
 from phalanx.job import Job, load_job
+from phalanx.job.keys import describe_keys
 from phalanx.plan import Plan
 from phalanx.whole_file import write_whole
 
@@ -130,14 +131,17 @@ def job_of(table: Mapping[str, Any], changes: Mapping[str, Any] | None = None) -
 
 
 def read_job(folder: str | Path, changes: Mapping[str, Any] | None = None) -> Job:
-    """The job of a run folder, with some keys (dotted) set anew.
+    """The job of a run folder, with some keys (dotted) set anew; keys that it lacks, as the release
+    that wrote it had none of them, are at their defaults.
 
     Raises:
-        JobError: `job/not-found` for a folder without a run, `job/syntax` for a damaged file.
+        JobError: `job/not-found` for a folder without a run, `job/syntax` for a damaged file,
+            `job/unknown-key` for one that a later release wrote.
     """
     path = Path(folder) / JOB_FILE
     try:
         table = json.loads(path.read_text(encoding="utf-8"))
+        _require_known(table["sections"], path)
         return job_of(table, changes)
     except OSError:
         runs = sorted(str(each.parent) for each in Path(folder).parent.glob(f"*/{JOB_FILE}"))
@@ -146,6 +150,16 @@ def read_job(folder: str | Path, changes: Mapping[str, Any] | None = None) -> Jo
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         rule = f"is not what Phalanx wrote: {type(error).__name__}: {error}"
         raise JobError("job/syntax", str(path), None, rule) from None
+
+
+def _require_known(sections: Mapping[str, Any], path: Path) -> None:
+    known = {each.key for each in describe_keys()}
+    for section, keys in sections.items():
+        for key, value in keys.items():
+            if f"{section}.{key}" not in known:
+                rule = "this release has no such key; go on with the release that wrote it"
+                where = f"{path}: {section}.{key}"
+                raise JobError("job/unknown-key", where, shown(value), rule)
 
 
 def require_same_place(job: Job, folder: str | Path) -> None:

@@ -19,7 +19,9 @@ from phalanx.engines.run_folder import (
     finished,
     holds_checkpoint,
     holds_run,
+    read_job,
     require_same_inputs,
+    require_same_result,
     write_job,
     write_run_file,
 )
@@ -60,6 +62,24 @@ def test_a_full_disk_leaves_the_file_that_was_there(tmp_path, monkeypatch):
     with pytest.raises(JobError, match="no space left"):
         write_run_file(path, "after")
     assert path.read_text() == "before" and os.listdir(tmp_path) == ["job.json"]
+
+
+def test_a_run_of_a_release_with_fewer_keys_goes_on_and_one_with_more_is_refused(tmp_path):
+    job = load_job(None, {"model.name": "toy", "train.label_smoothing": 0.1})
+    write_job(job, tmp_path)
+    path = tmp_path / "job.json"
+    table = json.loads(path.read_text())
+    del table["sections"]["train"]["label_smoothing"], table["sections"]["plan"]["offload"]
+    path.write_text(json.dumps(table))
+    again = read_job(tmp_path, {"plan.devices": 2})
+    assert again.train.label_smoothing == 0.0 and again.plan.offload == "none"
+    require_same_result(read_job(tmp_path), again)
+    with pytest.raises(PlanError, match=r"train\.label_smoothing = 0\.1.*legal values: 0\.0"):
+        require_same_result(again, job)
+    table["sections"]["train"]["momentum"] = 0.9
+    path.write_text(json.dumps(table))
+    with pytest.raises(JobError, match=r"job\.json: train\.momentum = 0\.9: this release has no"):
+        read_job(tmp_path)
 
 
 @pytest.mark.parametrize(
