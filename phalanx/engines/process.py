@@ -21,6 +21,7 @@ from torch.distributed import DeviceMesh
 from phalanx.engines.launch import KERNEL_CACHE, RESOLVER
 from phalanx.engines.memory import process_bytes, restart_peak, return_large_blocks
 from phalanx.engines.watch import Watch
+from phalanx.errors import PlanError
 from phalanx.mesh import Mesh
 from phalanx.worlds.logged_group import device_mesh, init_logged
 
@@ -79,11 +80,12 @@ def start_process(
 
     Raises:
         JobError: `mesh/product` when WORLD_SIZE differs from the mesh.
+        PlanError: `plan/hardware` when this process sees no GPU of its own.
     """
     mesh.require_devices(int(os.environ.get("WORLD_SIZE", mesh.size)), "plan.mesh")
-    local_rank = int(os.environ.get("LOCAL_RANK", 0))
-    if device == "cuda":
-        torch.cuda.set_device(local_rank)
+    where = device_here(device, int(os.environ.get("LOCAL_RANK", 0)))
+    if where.type == "cuda":
+        torch.cuda.set_device(where)
     for name, value in (KERNEL_CACHE | RESOLVER).items():
         os.environ.setdefault(name, value)
     owns = not dist.is_initialized()
@@ -94,7 +96,6 @@ def start_process(
         store = dist.PrefixStore(f"start{next(_starts)}", open_store())
         init_logged(BACKENDS[device], store, *rank_here(), timeout_s)
     try:
-        where = torch.device(device, local_rank) if device == "cuda" else torch.device(device)
         yield Process(dist.get_rank(), dist.get_world_size(), where, device_mesh(device, mesh))
     except BaseException as error:
         if watch is not None:
@@ -103,6 +104,23 @@ def start_process(
     finally:
         if owns:
             dist.destroy_process_group()
+
+
+def device_here(device: str, local_rank: int) -> torch.device:
+    """The device of a process; on CUDA the GPU of its number, or the only one that it is shown, as
+    by `srun --gpus-per-task=1`.
+
+    Raises:
+        PlanError: `plan/hardware` for fewer GPUs than that.
+    """
+    if device != "cuda":
+        return torch.device(device)
+    num_gpus = torch.cuda.device_count()
+    if local_rank >= num_gpus and num_gpus != 1:
+        rule = f"process {local_rank} of this host sees {num_gpus} GPUs, and none is its own"
+        legal = [f"{num_gpus} processes a host"] if num_gpus else ["cpu"]
+        raise PlanError("plan/hardware", "device", device, rule, legal=legal)
+    return torch.device(device, local_rank if num_gpus > 1 else 0)
 
 
 def rank_here() -> tuple[int, int]:
