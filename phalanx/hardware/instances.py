@@ -6,7 +6,6 @@ wait for it.
 
 from __future__ import annotations
 
-import csv
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
@@ -75,6 +74,8 @@ def instance_names() -> list[str]:
 
 @cache
 def _instances() -> dict[str, Instance]:
+    import csv
+
     text = (files("phalanx.hardware") / _TABLE).read_text(encoding="utf-8")
     return {
         row["name"]: Instance(

@@ -184,6 +184,8 @@ def _other_machines(
         machine = read_machine(name)
         if name == cluster.machine.name or machine.price is None:
             continue
+        if training.precision == "bf16" and not machine.has_bf16:
+            continue
         device_s = training.least_device_s(machine)
         if 0 < refused.budget_usd < device_s / 3600 * machine.usd_per_h:
             continue

@@ -98,3 +98,10 @@ def test_more_devices_of_a_file_are_asked_for_by_the_file(tmp_path, monkeypatch)
     for each in flags:
         if each.startswith("--on"):
             assert asked_clusters(each.removeprefix("--on "))
+
+
+@pytest.mark.parametrize(("name", "others"), [("t4", []), ("a10", ["a10"])])
+def test_no_machine_without_bf16_is_named_for_products_in_bf16(monkeypatch, refused, name, others):
+    monkeypatch.setattr("phalanx.planner.nearest.machine_names", lambda: [name])
+    kinds = [each.answer.asked.cluster.machine.name for each in nearest_that_fit(refused)]
+    assert [kind for kind in kinds if kind != "h100"] == others
