@@ -75,11 +75,12 @@ def _show_data(profile: DataProfile) -> None:
     audit = profile.audit
     dropped = f"{audit.rows_dropped:,}" if audit.rows_dropped else "none"
     lengths = f"p50 {profile.quantile(0.5):,}, p99 {profile.quantile(0.99):,}"
+    kept = f"; {profile.held_out:,} held out" if profile.held_out else ""
     again = f" ({audit.rows_duplicate:,} of them repeat another)" if audit.rows_duplicate else ""
     counted = f"{100 * profile.counted_frac:.0f} % count"
     paragraph(
         f"{profile.source}: {profile.audit.rows_in:,} rows, {profile.samples.num_tokens:,} tokens "
-        f"({lengths}, longest {profile.longest:,}); {counted}; {dropped} dropped{again}",
+        f"({lengths}, longest {profile.longest:,}); {counted}; {dropped} dropped{again}{kept}",
         hang=2,
     )
     if profile.is_assumption:

@@ -27,7 +27,7 @@ from phalanx.models.config import DecoderConfig
 from phalanx.models.demo import DEMO_MODEL
 from phalanx.models.file_head import demo_tokenizer_folder
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 # python-docs of Python 3.11 by Gemma 3's tokenizer: 4.3 bytes of content a token beside 5 tokens of
 # markers a turn (measured)
 BYTES_PER_TOKEN = 4.3
@@ -42,6 +42,7 @@ class DataProfile:
     Attributes:
         source: as the user named it.
         samples: of training, after the limit on their length.
+        held_out: samples that are kept for evaluation.
         audit: what became of every row.
         counted_by: whose tokenizer counted.
         is_assumption: it was not the model's own.
@@ -52,6 +53,7 @@ class DataProfile:
     audit: Audit
     counted_by: str
     is_assumption: bool
+    held_out: int = 0
 
     @property
     def longest(self) -> int:
@@ -74,6 +76,7 @@ class DataProfile:
             "rows": self.audit.rows_in,
             "rows_dropped": self.audit.rows_dropped,
             "samples": len(self.samples),
+            "held_out_samples": self.held_out,
             "tokens": self.samples.num_tokens,
             "p50_tokens": self.quantile(0.5),
             "p99_tokens": self.quantile(0.99),
@@ -133,6 +136,7 @@ def profile_of_prepared(
     return DataProfile(
         source=source,
         samples=prepared.train,
+        held_out=len(prepared.held_out),
         audit=prepared.audit,
         counted_by=counted_by,
         is_assumption=is_assumption,
@@ -178,6 +182,9 @@ def _conversation(example: Example) -> Encoded:
     """Markers, content and the token that ends the turn, which is learnt with it."""
     parts: list[np.ndarray] = [np.zeros(1, dtype=np.bool_)]
     length, cuts, ends, before = 1, [], [], ""
+    if example.tools:  # their definitions stand before the first turn
+        parts += [np.zeros(_num_tokens(example.tools), dtype=np.bool_)]
+        length += len(parts[-1])
     for turn in example.messages:
         learnt = turn.role in _ROLES_LEARNT and turn.learnt
         if turn.role == "user" and before == "assistant":

@@ -117,3 +117,22 @@ def test_bytes_come_near_the_tokenizer_on_real_text():
         counted.append(sum(int(row.counted.sum()) for row in rows))
     assert tokens[1] == pytest.approx(tokens[0], rel=0.1)
     assert counted[1] == pytest.approx(counted[0], rel=0.1)
+
+
+def test_definitions_of_tools_count_as_tokens_that_nobody_learns():
+    turns = (Message("user", "sum?"), Message("assistant", "42"))
+    tools = json.dumps([{"name": "add", "description": "x" * 430}])
+    ((_, bare),) = ByteCounter().encode_examples([Example(turns, "", "row 1")])
+    ((_, told),) = ByteCounter().encode_examples([Example(turns, "", "row 1", tools)])
+    more = len(told.tokens) - len(bare.tokens)
+    assert more == round(len(tools) / BYTES_PER_TOKEN)
+    assert told.counted.sum() == bare.counted.sum() and not told.counted[: 1 + more].any()
+    assert told.ends == tuple(end + more for end in bare.ends)
+
+
+def test_rows_that_are_held_out_are_counted_beside_those_that_train(chat):
+    whole = profile_of(LLAMA, settings(chat))
+    parted = profile_of(LLAMA, settings(chat, held_out_frac=0.3))
+    assert whole.held_out == 0 < parted.held_out
+    assert len(parted.samples) + parted.held_out == len(whole.samples)
+    assert parted.to_dict()["held_out_samples"] == parted.held_out
