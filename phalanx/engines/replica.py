@@ -94,7 +94,11 @@ class Replica:
     def _grad(self, context: RankContext, action: Compute) -> None:
         self.optimizer.zero_grad(set_to_none=True)
         self._compute_grad(action.item)
-        torch.cat([p.grad.reshape(-1).float() for p in self.params], out=self.grad_N)
+        for p, piece in zip(self.params, self.grad_N.split([p.numel() for p in self.params])):
+            if p.grad is None:  # the batch had no use for it: an expert that got no token
+                piece.zero_()
+            else:
+                piece.copy_(p.grad.reshape(-1))
 
     def _zero_grad(self, context: RankContext, action: Compute) -> None:
         self.grad_N.zero_()
