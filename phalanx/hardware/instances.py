@@ -49,7 +49,7 @@ class Instance:
         machine = read_machine(self.machine)
         if hosts == 1:
             return machine
-        changes: dict[str, Any] = {}
+        changes: dict[str, Any] = {"host_devices": self.devices}
         domain = machine.devices_per_domain
         if domain == 1 or self.devices < domain <= _LARGEST_HOST:
             changes["devices_per_domain"] = self.devices

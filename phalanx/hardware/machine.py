@@ -64,6 +64,7 @@ class Machine:
         topology: of the fast links, in words.
         half_precision: "fp16" where a device multiplies 16 bits in fp16 alone; "": in bf16 too.
         devices_per_domain: devices that share the fast links.
+        host_devices: of one host, where a cloud's name said so; 0: `devices_per_host` assumes it.
         cores_per_device: what names of slices such as "v5p-8" count; 0: there are no such names.
         matmul: sustained dense matrix products in bf16, FLOP/s (not the data sheet's peak; fp16
             where a device has no bf16).
@@ -100,6 +101,7 @@ class Machine:
     price_terms: str = ""
     second_price_terms: str = ""
     cores_per_device: int = 0
+    host_devices: int = 0
     bf16_peak: Figure | None = None
     fp8_peak: Figure | None = None
     fp4_peak: Figure | None = None
@@ -115,7 +117,9 @@ class Machine:
     @property
     def devices_per_host(self) -> int:
         """Devices of one host: its domain of fast links, 4 where a domain is a rack or a torus, 8
-        behind PCIe alone (what providers rent out; assumptions)."""
+        behind PCIe alone (what providers rent out; assumptions); `host_devices`, if known."""
+        if self.host_devices:
+            return self.host_devices
         if self.devices_per_domain == 1:
             return 8
         return self.devices_per_domain if self.devices_per_domain <= 16 else 4

@@ -62,9 +62,18 @@ def test_one_host_is_its_machine_and_several_have_the_network_of_theirs():
 
 def test_fast_links_end_at_a_host_that_holds_a_part_of_what_could_share_them():
     assert parse_cluster("2xa3-highgpu-4g").machine.devices_per_domain == 4
-    assert parse_cluster("2xa3-highgpu-8g") == parse_cluster("16xh100")  # no network is stated
+    whole = parse_cluster("2xa3-highgpu-8g").machine  # no network is stated
+    assert whole.figures() == read_machine("h100").figures() and whole.devices_per_domain == 8
     rack = parse_cluster("18xa4x-highgpu-4g")  # a domain of 72 spans hosts
     assert (rack.num_devices, rack.machine.devices_per_domain) == (72, 72)
+
+
+@pytest.mark.parametrize(
+    ("text", "devices"),
+    [("4xp5.4xlarge", 1), ("2xg6.xlarge", 1), ("2xg5.12xlarge", 4), ("18xa4x-highgpu-4g", 4)],
+)
+def test_programs_are_started_on_hosts_of_that_size(text, devices):
+    assert parse_cluster(text).machine.devices_per_host == devices
 
 
 def test_hosts_and_machines_make_a_mixed_cluster():
