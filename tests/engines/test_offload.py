@@ -70,6 +70,83 @@ def test_masters_apart_train_as_float32_weights_that_are_rounded_for_use(tmp_pat
         assert torch.equal(rounded[name], parameter.bfloat16())
 
 
+class Device:
+    """A device that copies late: what `non_blocking` asks for is done when somebody waits for it.
+
+    Its tensors are the CPU's, so it says itself which are its own.
+    """
+
+    def __init__(self, monkeypatch) -> None:
+        self.asked, self.num_waits, self.pinned_bytes = [], 0, 0
+        copy, empty = torch.Tensor.copy_, torch.empty
+
+        def copy_(target, source, non_blocking=False):
+            if not non_blocking:
+                return copy(target, source)
+            self.asked.append((target, source))
+            return target
+
+        def pinned(shape, *, dtype, pin_memory):
+            assert pin_memory
+            found = empty(shape, dtype=dtype).fill_(float("nan"))  # read too early, it shows
+            self.pinned_bytes += found.nbytes
+            return found
+
+        self._copy = copy
+        monkeypatch.setattr(torch.Tensor, "copy_", copy_)
+        monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: True))
+        monkeypatch.setattr(offload.torch, "empty", pinned)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda _device: self)
+        monkeypatch.setattr(HostMemory, "zeros", zeros_of_the_host)
+
+    def record_event(self):
+        return Event(self, len(self.asked))
+
+    def copy_first(self, count):
+        for target, source in self.asked[:count]:
+            if target is not None:
+                self._copy(target, source)
+        self.asked[:count] = [(None, None)] * min(count, len(self.asked))
+
+
+class Event:
+    def __init__(self, device, count):
+        self._device, self._count = device, count
+
+    def synchronize(self):
+        self._device.num_waits += 1
+        self._device.copy_first(self._count)
+
+
+def zeros_of_the_host(_store, like, dtype):
+    return [torch.zeros(each.shape, dtype=dtype or each.dtype) for each in like]
+
+
+def test_a_device_copies_while_the_host_updates_and_nothing_is_read_before_it_is_there(
+    monkeypatch,
+):
+    """Of each piece one wait; gradients and weights travel in 16 bits, masters stay."""
+    monkeypatch.setattr(offload, "PIECE_BYTES", 300)
+    here, there = (
+        OffloadedAdamW(
+            parameters(torch.bfloat16).items(), store=HostMemory(), master=torch.float32, **OPTIONS
+        )
+        for _ in range(2)
+    )
+    train(here)
+    with monkeypatch.context() as patched:
+        device = Device(patched)
+        train(there, after=lambda: device.copy_first(len(device.asked)))
+    for name, parameter in here.named_parameters.items():
+        assert torch.equal(there.named_parameters[name], parameter)
+    kinds = there.state_dict()
+    for kind, tensors in here.state_dict().items():
+        assert all(torch.equal(kinds[kind][name], each) for name, each in tensors.items())
+    num_pieces = 2 + 1  # matrices (the large one alone), vectors
+    elements = sum(each.numel() for each in here.parameters)
+    assert device.num_waits == 5 * num_pieces and device.pinned_bytes == 5 * 2 * 2 * elements
+
+
 def test_state_is_what_the_optimizer_goes_on_from(tmp_path):
     """What a checkpoint copies into the state is the state."""
     first = make_optimizer(
