@@ -97,7 +97,23 @@ RequestFile = Annotated[
     typer.Option(
         "--trace",
         metavar="FILE",
-        help="Requests to play: JSON lines or CSV with arrival_s, prompt_tokens, output_tokens.",
+        help="Requests to play: JSON lines or CSV with arrival_s, prompt_tokens, output_tokens; "
+        "where prompts begin alike prefix_ids, prefix_block_tokens. Or a trace of Mooncake.",
+    ),
+]
+SharedPrefix = Annotated[
+    str,
+    typer.Option(
+        "--shared-prefix",
+        metavar="TOKENS",
+        help="Of each prompt, the first tokens that are the same in all: a system prompt.",
+    ),
+]
+NoPrefixCache = Annotated[
+    bool,
+    typer.Option(
+        "--no-prefix-cache",
+        help="Engines reuse no prefixes (default: they do, as vLLM, SGLang and TensorRT-LLM).",
     ),
 ]
 FirstToken = Annotated[

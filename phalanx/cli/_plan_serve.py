@@ -13,9 +13,17 @@ from phalanx.cli._lockfile import put_lockfile
 from phalanx.cli._plan_emit import written_files
 from phalanx.cli._plan_file import file_table, show_file
 from phalanx.cli._plan_serve_ask import require_positions, serve_question
+from phalanx.cli._plan_serve_reuse import asked_words, reuse_table, reuse_words
+from phalanx.cli._plan_serve_words import (
+    bar_words,
+    cut_words,
+    engine_words,
+    per_s,
+    share_words,
+    time_words,
+)
 from phalanx.cli.job import resolve
 from phalanx.cli.output import emit, paragraph, table, versioned, write
-from phalanx.cost.bars import Bar
 from phalanx.errors import JobError
 from phalanx.job import Job
 from phalanx.planner.clusters import asked_clusters
@@ -53,8 +61,8 @@ def plan_serving(
     """Answer for each cluster; exit 1 where none serves what is asked.
 
     Args:
-        words: prompt, answer, rate, trace, ttft, tpot, precision, software, output as they were
-            given.
+        words: prompt, answer, rate, trace, shared-prefix, no-prefix-cache, ttft, tpot, precision,
+            software, output as they were given.
         arguments: dotted flags.
         given: a server of another program's file, priced beside the best.
 
@@ -89,9 +97,9 @@ def plan_serving(
         model=shape.name,
         parameters=shape.num_params,
         fits=bool(fitting),
-        answers=[_to_dict(answer) for answer in answers],
+        answers=[_to_dict(answer, question) for answer in answers],
         nearest=nearest,
-        given=[_given_table(server) for server in servers],
+        given=[_given_table(server, question) for server in servers],
     )
     if given is not None:
         document |= {"file": file_table(given)}
@@ -105,7 +113,7 @@ def plan_serving(
         table(_HEADER, [_line(answer) for answer in answers])
         write("\n")
         for answer in answers:
-            _show(answer)
+            _show(answer, question)
         for each, server, answer in zip(asked, servers, answers):
             _show_given(each.text, server, answer)
         if given is not None:
@@ -156,9 +164,10 @@ def _locked(
     assert best is not None
     return [
         put_lockfile(plan, output, answer.asked.text),
-        f"  as `phalanx serve --plan` runs it: {_engine_words(best)}, "
-        f"{_per_s(best.knee_per_s)} requests/s at most, TTFT {_bar(best.ttft_s)}, TPOT "
-        f"{_bar(best.tpot_s)}; start it once for each engine",
+        f"  as `phalanx serve --plan` runs it: {engine_words(best)}, "
+        f"{per_s(best.knee_per_s)} requests/s at most, TTFT {bar_words(best.ttft_s)}, TPOT "
+        f"{bar_words(best.tpot_s)}; start it once for each engine"
+        + ("; it reuses no prefixes yet" if question.names_prefixes else ""),
     ]
 
 
@@ -174,10 +183,10 @@ def _show_given(cluster: str, server: GivenServer, best: ServeAnswer) -> None:
         verdict = "serves it" if answer.fits else "is too slow"
         tails = answer.played.percentiles("ttft_s") if answer.played else (inf, inf)
         paragraph(
-            f"{cluster}: the file's engine {verdict}: {_engine_words(answer.best)}; "
-            f"{_per_s(_served(answer, answer.best))} requests/s, at most "
-            f"{answer.best.max_running:,} at once on each, TTFT P99 {_time(tails[1])}, TPOT "
-            f"{_bar(answer.best.tpot_s)}",
+            f"{cluster}: the file's engine {verdict}: {engine_words(answer.best)}; "
+            f"{per_s(_served(answer, answer.best))} requests/s, at most "
+            f"{answer.best.max_running:,} at once on each, TTFT P99 {time_words(tails[1])}, TPOT "
+            f"{bar_words(answer.best.tpot_s)}",
             hang=2,
         )
         if server.started < answer.best.replicas:
@@ -186,16 +195,16 @@ def _show_given(cluster: str, server: GivenServer, best: ServeAnswer) -> None:
     if to and best.best is not None:
         tails = best.played.percentiles("ttft_s") if best.played else (inf, inf)
         to += (
-            f" ({_per_s(_served(best, best.best))} requests/s, TTFT P99 {_time(tails[1])}, TPOT "
-            f"{_bar(best.best.tpot_s)})"
+            f" ({per_s(_served(best, best.best))} requests/s, TTFT P99 {time_words(tails[1])}, "
+            f"TPOT {bar_words(best.best.tpot_s)})"
         )
     paragraph(f"change: {to}" if to else "it is cut as the best one is", *(2, 4))
     if server.unpriced:
         paragraph(f"not in its price: {', '.join(server.unpriced)}", *(2, 4))
 
 
-def _given_table(server: GivenServer) -> dict[str, Any]:
-    priced = _to_dict(server.answer) if server.answer else None
+def _given_table(server: GivenServer, question: ServeQuestion) -> dict[str, Any]:
+    priced = _to_dict(server.answer, question) if server.answer else None
     return {"answer": priced, "changes": server.changes, "not_priced": server.unpriced}
 
 
@@ -205,11 +214,11 @@ def _asked(question: ServeQuestion) -> str:
     else:
         said = "requests of "
     said += f"{question.prompt_tokens:,.0f} tokens of prompt and {question.output_tokens:,.0f} "
-    said += "of answer"
+    said += "of answer" + asked_words(question)
     if question.asked_per_s:
-        said += f", {_per_s(question.asked_per_s)} a second"
+        said += f", {per_s(question.asked_per_s)} a second"
     promised = [
-        f"{name} within {_time(seconds)}"
+        f"{name} within {time_words(seconds)}"
         for name, seconds in (("TTFT", question.ttft_s), ("TPOT", question.tpot_s))
         if isfinite(seconds)
     ]
@@ -225,11 +234,11 @@ def _line(answer: ServeAnswer) -> tuple[str, ...]:
     return (
         answer.asked.text,
         "serves it" if answer.fits else "too slow",
-        _per_s(_served(answer, best)),
-        _share(answer.played_per_s / best.knee_per_s),
-        *map(_time, tails),
+        per_s(_served(answer, best)),
+        share_words(answer.played_per_s / best.knee_per_s),
+        *map(time_words, tails),
         f"{answer.usd_per_h:,.2f}" if isfinite(answer.usd_per_h) else "unknown",
-        _per_s(answer.usd_per_million_output) if isfinite(answer.usd_per_h) else "unknown",
+        per_s(answer.usd_per_million_output) if isfinite(answer.usd_per_h) else "unknown",
     )
 
 
@@ -238,7 +247,7 @@ def _served(answer: ServeAnswer, best: Engines) -> float:
     return answer.kept_per_s if answer.kept_per_s is not None else best.most_per_s
 
 
-def _show(answer: ServeAnswer) -> None:
+def _show(answer: ServeAnswer, question: ServeQuestion) -> None:
     best, cluster = answer.best, answer.asked.cluster
     write(f"{answer.asked.text}\n")
     if answer.asked.note:
@@ -250,19 +259,19 @@ def _show(answer: ServeAnswer) -> None:
     room = cluster.machine.usable_bytes - best.weight_bytes
     held = f"{format_bytes(best.weight_bytes)} of weights a device"
     paragraph(
-        f"{_engine_words(best)}: {held}, {best.kv_tokens:,.0f} KV tokens an engine "
+        f"{engine_words(best)}: {held}, {best.kv_tokens:,.0f} KV tokens an engine "
         f"({format_bytes(max(room, 0.0))} a device left), at most {best.max_running:,} at once",
         *(2, 2),
     )
     means = ", ".join(
-        f"{name} {_bar(getattr(best, key))}"
+        f"{name} {bar_words(getattr(best, key))}"
         for name, key in (("TTFT", "ttft_s"), ("TPOT", "tpot_s"), ("latency", "latency_s"))
     )
-    at = f"steady load of {_per_s(best.loaded)} requests/s"
+    at = f"steady load of {per_s(best.loaded)} requests/s"
     paragraph(f"{at} (formula, 90 % bars): {means}", *(2, 2))
     if answer.played is not None:
         tails = ", ".join(
-            f"{name} {_time(p50)} / {_time(p99)}"
+            f"{name} {time_words(p50)} / {time_words(p99)}"
             for name, (p50, p99) in (
                 ("TTFT", answer.played.percentiles("ttft_s")),
                 ("TPOT", answer.played.percentiles("tpot_s")),
@@ -270,20 +279,22 @@ def _show(answer: ServeAnswer) -> None:
         )
         dropped = f"; {answer.played.preempted} caches dropped" if answer.played.preempted else ""
         paragraph(
-            f"{len(answer.played.ttft_s):,} requests played at {_per_s(answer.played_per_s)} a "
+            f"{len(answer.played.ttft_s):,} requests played at {per_s(answer.played_per_s)} a "
             f"second (simulated, P50 / P99): {tails}{dropped}",
             *(2, 2),
         )
-    knee = f"{_per_s(best.knee_per_s)} requests/s is all it can do (the knee)"
+    knee = f"{per_s(best.knee_per_s)} requests/s is all it can do (the knee)"
     share = answer.played_per_s / best.knee_per_s
     kept = answer.kept_per_s
-    promise = f"; {_per_s(kept)} requests/s keep the promises" if kept is not None else ""
-    paragraph(f"{knee}: at {_share(share)} of it{promise}; bound by {best.bound_by}", *(2, 2))
+    promise = f"; {per_s(kept)} requests/s keep the promises" if kept is not None else ""
+    paragraph(f"{knee}: at {share_words(share)} of it{promise}; bound by {best.bound_by}", *(2, 2))
+    if reuse := reuse_words(answer, question):
+        paragraph(reuse, *(2, 2))
     if answer.split is not None and answer.split_degrees is not None:
         split, better = answer.split, answer.split.most_per_s / best.most_per_s - 1
         paragraph(
             f"divided into {split.for_prompts:,} for prompts and {split.for_answers:,} for answers "
-            f"({_cut_words(answer.split_degrees)}): {_per_s(split.most_per_s)} requests/s keep the "
+            f"({cut_words(answer.split_degrees)}): {per_s(split.most_per_s)} requests/s keep the "
             f"promises in the mean (formula), {100 * better:+.0f} % against engines that do both",
             *(2, 2),
         )
@@ -297,41 +308,7 @@ def _ways(count: int) -> str:
     return f"{count} way{'' if count == 1 else 's'} to cut engines"
 
 
-def _engine_words(best: Engines) -> str:
-    engines = f"{best.replicas:,} engine{'s' if best.replicas > 1 else ''}"
-    devices = f"{best.idle:,} device{'s' if best.idle > 1 else ''}"
-    idle = f", {devices} idle" if best.idle else ""
-    return f"{engines} of {_cut_words(best.degrees)}{idle}"
-
-
-def _cut_words(degrees: Mapping[str, int]) -> str:
-    names = {"tensor": "tensor", "pipeline": "stages", "expert": "expert",
-             "attention_dp": "attention replicas"}  # fmt: skip
-    cut = [f"{names[name]} {degree}" for name, degree in degrees.items() if degree > 1]
-    return ", ".join(cut) or "one device"
-
-
-def _per_s(rate: float) -> str:
-    return f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
-
-
-def _share(frac: float) -> str:
-    return f"{100 * frac:.0f} %" if frac <= 10 else "> 1,000 %"
-
-
-def _bar(bar: Bar) -> str:
-    return f"{_time(bar.value)} ({_time(bar.low)} to {_time(bar.high)})"
-
-
-def _time(seconds: float) -> str:
-    if not isfinite(seconds):
-        return ""
-    if seconds >= 100:
-        return f"{seconds:,.0f} s"
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
-
-
-def _to_dict(answer: ServeAnswer) -> dict[str, Any]:
+def _to_dict(answer: ServeAnswer, question: ServeQuestion) -> dict[str, Any]:
     """Plain tables; unknown numbers are null."""
     best, played = answer.best, answer.played
     found: dict[str, Any] = {
@@ -360,6 +337,9 @@ def _to_dict(answer: ServeAnswer) -> dict[str, Any]:
         "usd_per_million_output": _known(answer.usd_per_million_output),
         "source": list(answer.source),
     }
+    reuse = reuse_table(answer, question)
+    if reuse is not None:
+        found["prefix_reuse"] = reuse
     if answer.split is not None:
         found["divided"] = asdict(answer.split) | {"engine": dict(answer.split_degrees or {})}
     if played is not None:

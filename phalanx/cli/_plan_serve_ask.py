@@ -21,9 +21,11 @@ def serve_question(words: Mapping[str, str]) -> ServeQuestion:
             `read_requests`.
     """
     requests = read_requests(words["trace"]) if words["trace"] else None
-    if requests is not None and (words["prompt"] or words["answer"] or words["rate"]):
-        rule = "contradict each other: a trace has its own times and lengths"
-        raise JobError("job/syntax", "--trace, --prompt, --answer, --rate", words["trace"], rule)
+    own = [name for name in ("prompt", "answer", "rate", "shared-prefix") if words.get(name)]
+    if requests is not None and own:
+        flags = ", ".join(f"--{name}" for name in ("trace", *own))
+        rule = "contradict each other: a trace has its own times, lengths and prefixes"
+        raise JobError("job/syntax", flags, words["trace"], rule)
     lengths = {"prompt": 1024.0, "answer": 256.0}
     for name in lengths:
         if words[name]:
@@ -33,6 +35,7 @@ def serve_question(words: Mapping[str, str]) -> ServeQuestion:
             "prompt": float(requests.prompt_tokens.mean()),
             "answer": float(requests.output_tokens.mean()),
         }
+    shared = words.get("shared-prefix", "")
     return ServeQuestion(
         prompt_tokens=lengths["prompt"],
         output_tokens=lengths["answer"],
@@ -42,6 +45,8 @@ def serve_question(words: Mapping[str, str]) -> ServeQuestion:
         tpot_s=_seconds(words["tpot"], "--tpot"),
         precision=words["precision"] or "bf16",
         software=words["software"] or "vllm",
+        shared_tokens=_shared(shared, int(lengths["prompt"])) if shared else 0,
+        reuses_prefixes=not words.get("no-prefix-cache"),
     )
 
 
@@ -56,6 +61,15 @@ def require_positions(model: PricedModel, question: ServeQuestion) -> None:
         where = "--trace" if question.requests is not None else "--prompt, --answer"
         rule = f"is the longest request, and {model.name} has positions for {most:,} tokens"
         raise JobError("job/bad-value", where, longest, rule, legal=[most])
+
+
+def _shared(text: str, prompt: int) -> int:
+    shared = row_count(text, "--shared-prefix")
+    if shared >= prompt:
+        rule = f"must be fewer tokens than a prompt has, {prompt:,}"
+        legal = [prompt - 1] if prompt > 1 else ()
+        raise JobError("job/bad-value", "--shared-prefix", text, rule, legal=legal)
+    return shared
 
 
 def _rate(text: str) -> float:

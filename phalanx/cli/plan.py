@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _OF_ALL = frozenset({"words", "model", "on", "precision", "json_file"})
 _OF_SERVE = frozenset({
     "serve", "prompt", "answer", "rate", "requests", "ttft", "tpot", "software", "output",
-    "emit_to", "foreign_file",
+    "emit_to", "foreign_file", "shared_prefix", "no_prefix_cache",
 })  # fmt: skip
 _OF_RL = frozenset({"rl", "prompt", "answer", "explain"})
 
@@ -59,6 +59,8 @@ def plan(
     answer: opt.AnswerTokens = "",
     rate: opt.Rate = "",
     requests: opt.RequestFile = "",
+    shared_prefix: opt.SharedPrefix = "",
+    no_prefix_cache: opt.NoPrefixCache = False,
     ttft: opt.FirstToken = "",
     tpot: opt.EachToken = "",
     rl: opt.Rl = "",
@@ -71,7 +73,8 @@ def plan(
     """
     target, keys = _target_of(context, words)
     serving = {"prompt": prompt, "answer": answer, "rate": rate, "trace": requests,
-               "ttft": ttft, "tpot": tpot}  # fmt: skip
+               "shared-prefix": shared_prefix, "ttft": ttft, "tpot": tpot,
+               "no-prefix-cache": "on" if no_prefix_cache else ""}  # fmt: skip
     server = _server_of(foreign_file, must_serve=serve)
     if serve or server:
         _refuse_others(context, "--serve" if serve else f"the server of {foreign_file}", _OF_SERVE)

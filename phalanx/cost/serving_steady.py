@@ -5,6 +5,9 @@ and open rates all rest on the two prices of `cost.serving_step`: a cycle of C r
 C prompts and the steps of their answers, and concurrency = throughput x latency.
 
 Legend: C requests in flight in an engine, n and m tokens of a prompt and its answer.
+
+Where prompts begin alike, what an engine's prefix cache holds of them is not computed, and what all
+of them share is kept once.
 """
 
 from __future__ import annotations
@@ -29,15 +32,20 @@ class Loads:
     Attributes:
         prompt_tokens, answer_tokens: n and m, on average.
         concurrency: C, requests in flight in the engine, waiting ones included.
+        reused_tokens: of a prompt's first tokens, those that the prefix cache holds, on average.
+        shared_tokens: first tokens that all prompts have in common, kept once.
     """
 
     prompt_tokens: Column
     answer_tokens: Column
     concurrency: Column
+    reused_tokens: Column | float = 0.0
+    shared_tokens: Column | float = 0.0
 
     def take(self, rows: np.ndarray) -> Loads:
-        """Rows by mask or indices."""
-        return Loads(**{each.name: getattr(self, each.name)[rows] for each in fields(Loads)})
+        """Rows by mask or indices; a number is of all rows."""
+        columns = {each.name: np.asarray(getattr(self, each.name)) for each in fields(Loads)}
+        return Loads(**{name: each[rows] if each.ndim else each for name, each in columns.items()})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +87,8 @@ def running_limit(plans: ServingPlans, loads: Loads) -> Column:
         kv_room_tokens(plans, context),
         _LEAST_ROOM * plans.memory / kv_token_bytes(plans, context),
     )
-    fits = room / context * plans.attention_dp
+    shared = loads.shared_tokens
+    fits = np.maximum(room - shared, 0.0) / (context - shared) * plans.attention_dp
     return np.maximum(np.minimum(fits, MAX_ROWS * plans.attention_dp), 1.0)
 
 
@@ -137,13 +146,15 @@ def prompt_times(
 ) -> tuple[Column, Column]:
     """Seconds until a lone prompt is computed, and what each of `batch` takes of the engine's time.
 
-    Prompts in one chunk share its starts; attention replicas that compute prompts at the same time
-    share the experts' work; pipeline stages work on several prompts at once.
+    What the prefix cache holds of them is not computed. Prompts in one chunk share its starts;
+    attention replicas that compute prompts at the same time share the experts' work; pipeline
+    stages work on several prompts at once.
     """
-    one = np.ones_like(loads.prompt_tokens)
-    batch = np.clip(batch, 1.0, np.maximum(rates["chunk_tokens"] / loads.prompt_tokens, 1.0))
-    prompt_s = prefill_s(plans, loads.prompt_tokens, one, rates) * rates["prefill_level"]
-    batch_s = prefill_s(plans, loads.prompt_tokens, batch, rates) * rates["prefill_level"]
+    tokens, cached = loads.prompt_tokens, loads.reused_tokens
+    one = np.ones_like(tokens)
+    batch = np.clip(batch, 1.0, np.maximum(rates["chunk_tokens"] / (tokens - cached), 1.0))
+    prompt_s = prefill_s(plans, tokens, one, rates, cached) * rates["prefill_level"]
+    batch_s = prefill_s(plans, tokens, batch, rates, cached) * rates["prefill_level"]
     at_once = plans.attention_dp ** np.minimum(rates["together"], 1.0)
     return prompt_s, batch_s / batch / at_once / plans.pipeline
 
@@ -179,7 +190,8 @@ def split_engines(
     """
     prompt_s, share_s = prompt_times(prompt_plans, loads, rates, np.full_like(workers[0], np.inf))
     steps = np.maximum(loads.answer_tokens - 1.0, 1.0)
-    move_s = loads.prompt_tokens * kv_token_bytes(plans, loads.prompt_tokens) / plans.network
+    moved = loads.prompt_tokens - loads.shared_tokens
+    move_s = moved * kv_token_bytes(plans, loads.prompt_tokens) / plans.network
     alone_s = request_s(loads, rates) + prompt_s + move_s + rates["hand_s"]
     limit = running_limit(plans, loads) * workers[1]
     answering = np.minimum(loads.concurrency, limit)

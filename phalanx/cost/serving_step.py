@@ -89,15 +89,23 @@ def decode_s(plans: ServingPlans, rows: Column, context: Column, rates: Rates) -
     return _total(decode_parts(plans, rows, context, rates))
 
 
-def prefill_parts(plans: ServingPlans, tokens: Column, sequences: Column, rates: Rates) -> Parts:
+def prefill_parts(
+    plans: ServingPlans,
+    tokens: Column,
+    sequences: Column,
+    rates: Rates,
+    cached: Column | float = 0.0,
+) -> Parts:
     """Seconds of computing prompts, all replicas of the engine at once, by what they are spent on.
 
     Args:
         tokens: of each prompt.
         sequences: prompts that one replica computes together.
+        cached: first tokens of each that are not computed; the others attend to them.
     """
     work = plans.work
-    every = tokens * sequences
+    new = tokens - cached
+    every = new * sequences
     flops = 2.0 * (work.attention_params + work.dense_params) / plans.tensor
     flops = flops + 2.0 * work.whole_params
     small = 1.0 + rates["small_tokens"] / every
@@ -105,9 +113,10 @@ def prefill_parts(plans: ServingPlans, tokens: Column, sequences: Column, rates:
     products = every * small * flops / plans.dense_flops
     products = products + every * small * work.expert_flops / plans.tensor / plans.expert_flops
     kinds = work.kinds
-    pairs = (kinds.count * _causal_pairs(tokens, work) * kinds.prefill_flops).sum(axis=-1)
-    states = (kinds.count * kinds.state_flops).sum(axis=-1) * tokens
-    indices = (kinds.count * kinds.index_flops).sum(axis=-1) * tokens**2 / 2.0
+    seen = _causal_pairs(tokens, work) - _causal_pairs(cached + np.zeros_like(tokens), work)
+    pairs = (kinds.count * seen * kinds.prefill_flops).sum(axis=-1)
+    states = (kinds.count * kinds.state_flops).sum(axis=-1) * new
+    indices = (kinds.count * kinds.index_flops).sum(axis=-1) * (tokens**2 - cached**2) / 2.0
     scores = (pairs + states) / plans.tensor + indices
     scores = sequences * scores / plans.attention_flops
     chunks = np.ceil(every / rates["chunk_tokens"])
@@ -120,9 +129,15 @@ def prefill_parts(plans: ServingPlans, tokens: Column, sequences: Column, rates:
     }
 
 
-def prefill_s(plans: ServingPlans, tokens: Column, sequences: Column, rates: Rates) -> Column:
+def prefill_s(
+    plans: ServingPlans,
+    tokens: Column,
+    sequences: Column,
+    rates: Rates,
+    cached: Column | float = 0.0,
+) -> Column:
     """All parts of `prefill_parts`, [N] seconds."""
-    return _total(prefill_parts(plans, tokens, sequences, rates))
+    return _total(prefill_parts(plans, tokens, sequences, rates, cached))
 
 
 def smooth_max(first: Column, second: Column) -> Column:

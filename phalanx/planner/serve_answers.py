@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import ceil
 
 import numpy as np
 
@@ -27,6 +28,11 @@ class ServeQuestion:
         precision: of the weights.
         software: of the engine, "family:generation".
         max_running: requests in a batch of one attention replica (0: as engines limit them).
+        shared_tokens: of a prompt's first tokens, those that are the same in all, where no trace
+            says which prompts begin alike.
+        reuses_prefixes: whether engines keep a prefix cache.
+        reused_tokens: of a prompt on average, what formulas take as found in it; `serve_answer`
+            works it out.
     """
 
     prompt_tokens: float
@@ -38,6 +44,16 @@ class ServeQuestion:
     precision: str = "bf16"
     software: str = "vllm"
     max_running: int = 0
+    shared_tokens: int = 0
+    reuses_prefixes: bool = True
+    reused_tokens: float = 0.0
+
+    @property
+    def names_prefixes(self) -> bool:
+        """Whether it is known which prompts begin alike."""
+        if self.requests is None:
+            return self.shared_tokens > 0
+        return self.requests.prefixes is not None
 
     @property
     def longest_tokens(self) -> float:
@@ -115,6 +131,8 @@ class ServeAnswer:
         split, split_degrees: engines for prompts beside engines for answers, where times are
             promised: the best such division, and how its engines are cut.
         source: where coefficients come from.
+        reused_tokens: of a prompt on average, what formulas took as found in the prefix cache.
+        without_reuse: formulas for engines that reuse no prefix, where some could be reused.
     """
 
     asked: AskedCluster
@@ -130,6 +148,8 @@ class ServeAnswer:
     split: SplitEngines | None = None
     split_degrees: Mapping[str, int] | None = None
     source: Sequence[str] = ()
+    reused_tokens: float = 0.0
+    without_reuse: ServeAnswer | None = None
 
     @property
     def fits(self) -> bool:
@@ -143,6 +163,12 @@ class ServeAnswer:
         served = min(self.played_per_s or self.best.loaded, self.best.knee_per_s)
         tokens_per_s = served * self.output_tokens
         return self.usd_per_h / 3600 / max(tokens_per_s, 1e-12) * 1e6
+
+    def engines_for(self, per_s: float) -> int:
+        """Engines like the best that serve so many requests a second, by the formulas' means."""
+        assert self.best is not None
+        each_per_s = min(self.best.most_per_s, self.best.knee_per_s) / self.best.replicas
+        return ceil(per_s / max(each_per_s, 1e-12))
 
     @property
     def usd_per_h(self) -> float:

@@ -61,7 +61,7 @@ def given_server(
 ) -> GivenServer:
     """Price the file's engine where an answer was found, and say what the best does otherwise.
 
-    Its batch and its share of memory are those of the file.
+    Its batch, its share of memory and whether it caches prefixes are those of the file.
     """
     only = degrees_of(foreign, shape)
     unpriced = _unpriced(foreign)
@@ -73,7 +73,8 @@ def given_server(
     if needed > there:
         rule = f"it takes {needed} devices, and {asked.text} has {there}"
         return GivenServer(answer=None, changes=(rule,), unpriced=unpriced)
-    own = replace(question, max_running=foreign.max_running or 0)
+    reuses = question.reuses_prefixes and foreign.caches_prefixes is not False
+    own = replace(question, max_running=foreign.max_running or 0, reuses_prefixes=reuses)
     try:
         answer = serve_answer(shape, _with_memory(asked, foreign), own, only=only)
     except PhalanxError as error:
@@ -117,6 +118,7 @@ def server_of(model: str, answer: ServeAnswer, question: ServeQuestion) -> Forei
         expert=degrees["expert"],
         replicate=data,
         max_running=best.max_running,
+        caches_prefixes=None if question.reuses_prefixes else False,
         precision=products,
         weight_bits=bits if bits < 16 else None,
         kv_bits=8 if products in ("fp8", "fp4") else None,

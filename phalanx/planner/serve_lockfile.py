@@ -1,12 +1,13 @@
 """A priced server as a file, and the limits that `phalanx serve` takes from it.
 
 `phalanx serve` runs one engine on one device, so the file is of such engines, one started for each
-device, even where larger ones would serve more.
+device, even where larger ones would serve more. It keeps no blocks of prompts for others, so its
+price is without reuse, whatever the requests share.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from math import ceil
 from typing import Any
 
@@ -45,6 +46,7 @@ def serve_lockfile(
     if question.precision != "bf16":
         rule = "`phalanx serve` keeps weights in 16 or 32 bits"
         raise JobError("job/bad-value", "--precision", question.precision, rule, legal=["bf16"])
+    question = replace(question, reuses_prefixes=False)
     answer = serve_answer(model.sizes, asked, question, only=_ONE_DEVICE)
     if answer.best is None or not answer.fits:
         why = "is too small" if answer.best is None else "is too slow"

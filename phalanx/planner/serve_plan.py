@@ -25,6 +25,7 @@ from phalanx.hardware import Cluster
 from phalanx.planner.clusters import AskedCluster
 from phalanx.planner.serve_answers import Engines, ServeAnswer, ServeQuestion
 from phalanx.planner.serve_played import with_requests_played
+from phalanx.planner.serve_reuse import expected_reuse
 from phalanx.planner.serve_space import EngineSpace, engine_space
 from phalanx.planner.serve_split import best_split
 
@@ -52,9 +53,32 @@ def serve_answer(
         plays: play requests too; without, formulas alone decide.
         only: columns of `EngineSpace` -> the value to keep to, such as {"tensor": 4}.
 
+    Where prompts begin alike and engines reuse that, the answer holds the one without reuse too
+    (formulas alone), whose room for caches says what a trace finds again.
+
     Raises:
         JobError: `job/bad-value` where no legal way keeps to `only`.
     """
+    if not (question.reuses_prefixes and question.names_prefixes):
+        return _answer(shape, asked, question, plays=plays, only=only)
+    alone = replace(question, reuses_prefixes=False)
+    without = _answer(shape, asked, alone, plays=False, only=only)
+    if without.best is None:
+        return without
+    own = replace(question, reused_tokens=expected_reuse(question, without.best))
+    answer = _answer(shape, asked, own, plays=plays, only=only)
+    return replace(answer, without_reuse=without)
+
+
+def _answer(
+    shape: ModelShape,
+    asked: AskedCluster,
+    question: ServeQuestion,
+    *,
+    plays: bool,
+    only: Mapping[str, int] | None,
+) -> ServeAnswer:
+    """For one assumption about reuse."""
     space = engine_space(shape, asked.cluster)
     if only:
         space = _kept(space, only)
@@ -68,6 +92,7 @@ def serve_answer(
         "counted": len(space),
         "too_large": len(space) - len(fits),
         "illegal": space.illegal,
+        "reused_tokens": question.reused_tokens,
     }
     if not fits.size:
         return ServeAnswer(best=None, **counts)
@@ -115,6 +140,9 @@ def _loads(question: ServeQuestion, count: int) -> Loads:
         prompt_tokens=np.full(count, float(question.prompt_tokens)),
         answer_tokens=np.full(count, float(question.output_tokens)),
         concurrency=np.ones(count),
+        reused_tokens=np.full(count, question.reused_tokens),
+        # a trace does not say what requests that run at the same time have in common
+        shared_tokens=np.full(count, 0.0 if question.requests else question.reused_tokens),
     )
 
 

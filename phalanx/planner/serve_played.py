@@ -33,7 +33,7 @@ def with_requests_played(
     asked = question.asked_per_s
     rate_per_s = asked or (best.loaded if kept is None else kept)
     if question.requests is not None:
-        played = _play_trace(row, best, question.requests)
+        played = _play_trace(row, best, question.requests, question.reuses_prefixes)
     else:
         played = _play_drawn(row, best, question, max(rate_per_s, 1e-3))
     in_time = _keeps(played, question) and rate_per_s > 0
@@ -46,7 +46,9 @@ def with_requests_played(
     )
 
 
-def _play_trace(row: ServingPlans, best: Engines, requests: RequestTrace) -> PlayedRequests:
+def _play_trace(
+    row: ServingPlans, best: Engines, requests: RequestTrace, reuses_prefixes: bool
+) -> PlayedRequests:
     """Over all engines."""
     return play_requests(
         row,
@@ -55,6 +57,7 @@ def _play_trace(row: ServingPlans, best: Engines, requests: RequestTrace) -> Pla
         kv_tokens=best.kv_tokens,
         max_running=best.max_running,
         engines=best.replicas,
+        reuses_prefixes=reuses_prefixes,
     )
 
 
@@ -73,6 +76,7 @@ class _Drawn:
     count: int
     prompt_tokens: int
     output_tokens: int
+    shared_tokens: int
 
 
 _played: OrderedDict[_Drawn, PlayedRequests] = OrderedDict()
@@ -81,7 +85,10 @@ _played: OrderedDict[_Drawn, PlayedRequests] = OrderedDict()
 def _play_drawn(
     row: ServingPlans, best: Engines, question: ServeQuestion, rate_per_s: float
 ) -> PlayedRequests:
-    """Enough requests for one engine's 99th percentile; others are alike."""
+    """Enough requests for one engine's 99th percentile; others are alike.
+
+    Prompts have in common what formulas take as found in the prefix cache, of a trace too.
+    """
     each_per_s = rate_per_s / best.replicas
     steady = _PER_IN_FLIGHT * each_per_s * best.latency_s.value
     drawn = _Drawn(
@@ -92,6 +99,7 @@ def _play_drawn(
         count=round(min(max(steady, _LEAST_PLAYED), _MOST_PLAYED)),
         prompt_tokens=round(question.prompt_tokens),
         output_tokens=max(1, round(question.output_tokens)),
+        shared_tokens=round(question.reused_tokens),
     )
     if drawn not in _played:
         while len(_played) >= _REMEMBERED:
@@ -100,7 +108,7 @@ def _play_drawn(
         _played[drawn] = play_requests(
             row,
             serving_efficiency().rates(row),
-            poisson(each_per_s, drawn.count, *lengths),
+            poisson(each_per_s, drawn.count, *lengths, shared_tokens=drawn.shared_tokens),
             kv_tokens=best.kv_tokens,
             max_running=best.max_running,
         )
