@@ -13,6 +13,17 @@ _OF_BLOCKS = ("act:", "grad:", "input:", "keys_values:", "queries:", "heads:")
 _OF_ALL_REDUCE = {"all_gather": 0.5, "reduce_scatter": 0.5, "all_reduce": 1.0}
 
 
+class MeasuredRates(dict[str, float]):
+    """Rates of a calibration by their keys.
+
+    Raises:
+        PlanError: `plan/illegal` when asked for one that was not measured.
+    """
+
+    def __missing__(self, key: str) -> float:
+        raise _unmeasured(key)
+
+
 @dataclass(frozen=True)
 class RatesCost:
     """Seconds that agree, action by action, with the sums of `cost.training.predict`.

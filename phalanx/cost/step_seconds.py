@@ -12,6 +12,7 @@ from math import lcm
 from typing import NamedTuple
 
 from phalanx.cost.step_saved import is_split_by_token
+from phalanx.cost.step_sums import summed_rows
 from phalanx.cost.step_work import Workload
 from phalanx.models.config import DTYPE_BYTES, DecoderConfig
 from phalanx.models.operators import Operator, operators
@@ -71,14 +72,18 @@ def priced_operators(
 
     Args:
         config: a rank's sizes (`cost.local_shapes`).
-        value: rate key -> seconds per token (per target for the head).
+        value: rate key -> seconds per token (per target for the head); bytes per second of "add".
+
+    Sums of the gradients of rows are part of the operator behind which they meet.
     """
+    summed_bytes = summed_rows(config, work)
     for op in operators(config, document_tokens=work.document_tokens, lora=work.lora):
         key = rate_key(op, config)
         count = (work.counted if op.op == "head" else work.tokens) / work.context_degree
         if is_split_by_token(op, work):
             count /= work.tensor_degree
         forward_s, backward_s = count * value[f"{key}.F"], count * value[f"{key}.B"]
+        backward_s += summed_bytes.get(op.name, 0.0) / value["add"]
         repeated = recompute == "full" or op.op in _REPEATED_BY_SELECTIVE
         is_again = recompute != "none" and op.layer is not None and repeated
         yield Priced(op, forward_s, backward_s, forward_s if is_again else 0.0)

@@ -16,6 +16,7 @@ Seconds
     + what recomputation repeats: norms and gates (selective), the forward pass of layers (full)
     + gathered bytes / gather rate + reduced bytes / reduction rate + trained elements / F * rate
     + replicas: G Psi_trained / F through an all-reduce
+    + gradients added up and copied: bytes read and written over measured rates (`cost.step_sums`)
     + tensor axis: K T D per activation exchange of the rules, through an all-reduce (a gather or a
       scatter counts half of one)
     + context axis (c ranks): all of it with T / c and N / c; keys, values or queries by the rules;
@@ -54,6 +55,7 @@ import numpy as np
 from phalanx.cost.local_shapes import local_config
 from phalanx.cost.pipeline_memory import terms_of_ranks, units_of_ranks
 from phalanx.cost.pipeline_parts import Pipeline
+from phalanx.cost.rates import MeasuredRates
 from phalanx.cost.step_memory import Unit, cut_degree, shard_spec, update_spec
 from phalanx.cost.step_seconds import (
     Priced,
@@ -62,6 +64,7 @@ from phalanx.cost.step_seconds import (
     priced_operators,
     rate_key,
 )
+from phalanx.cost.step_sums import Moved, summed_twice, summed_units
 from phalanx.cost.step_work import (
     Workload,
     counted_weight,
@@ -151,8 +154,11 @@ def predict(
         recompute: none, selective or full.
         pipeline: stages and schedule; None: every rank holds all layers.
         offloads: moments wait outside the device.
+
+    Raises:
+        PlanError: `plan/illegal` for a rate that was not measured, as in an older release's plan.
     """
-    value = {key: float(entry["value"]) for key, entry in rates.items()}
+    value = MeasuredRates({key: float(entry["value"]) for key, entry in rates.items()})
     pipeline = pipeline or Pipeline.whole(config)
     local = local_config(config, work.tensor_degree)
     data = [spec for spec in specs if spec.family == "data"]
@@ -289,8 +295,23 @@ def _after_seconds(
     if pipeline.shares_embedding() and rank in ends and work.lora is None:
         shared = config.vocab_size * config.hidden_size * reduce_bytes
         seconds["reduce"] += shared / value["all_reduce"]
+    seconds["sums"] = _summed(config, work, rank, units, reduce_bytes, pipeline).seconds(value)
     seconds["optimizer"] = sum(u.updated for u in units) * value["optimizer"]
     return seconds
+
+
+def _summed(
+    config: DecoderConfig,
+    work: Workload,
+    rank: int,
+    units: Sequence[Unit],
+    reduce_bytes: int,
+    pipeline: Pipeline,
+) -> Moved:
+    """Bytes of gradients of weights that this rank adds up and copies."""
+    moved = summed_units(units, work, reduce_bytes)
+    has_both_ends = not pipeline.shares_embedding() and rank == pipeline.rank_of_stage[0]
+    return moved.plus(summed_twice(config, work)) if has_both_ends else moved
 
 
 def _reduced_seconds(

@@ -28,7 +28,7 @@ from phalanx.plan import locked_versions
 from phalanx.planner.here import device_here, row_plan, tensor_bytes, training_shape
 from phalanx.planner.training_shape import require_items
 
-FORMAT_VERSION = 7
+FORMAT_VERSION = 8
 # How long rates hold: within a day the same steps took 20 to 40 % more or less on shared machines.
 KEPT_S = 3600.0
 _TIMEOUT_S = 120.0  # where every process has a core; other programs may compete for them

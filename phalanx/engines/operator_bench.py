@@ -13,7 +13,7 @@ import ctypes
 import gc
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -42,6 +42,7 @@ _COPIES, _PASSES = 6, 2
 _SHORT_VOCABULARY = 1 << 13  # enough tiles of the head to meet all its shapes
 _OPTIMIZER_TENSORS = 128
 _GATHERED_ROWS, _GATHERED_MATRICES = 1024, 8
+_REDUCED_PARTS = 16  # of the trained elements, one is reduced at once
 
 
 class Rate(NamedTuple):
@@ -114,6 +115,13 @@ def _settled_bytes() -> int:
     return resident_bytes()
 
 
+def _differentiate(outputs: Sequence[Tensor]) -> None:
+    """One backward pass of all, as a step has one: each begins and ends with work of its own."""
+    wanted = [output for output in outputs if output.requires_grad]
+    if wanted:
+        torch.autograd.backward(wanted, [output.detach() for output in wanted])
+
+
 class OperatorBench:
     """Measures one rate after another, all ranks together.
 
@@ -154,7 +162,7 @@ class OperatorBench:
             key: Rate(clock.cpu_s / count * wall_s / cpu_s, "s/token", clock.cpu_s / count)
             for key, (clock, count) in spent.items()
         }
-        return rates | {"optimizer": self._optimizer()} | self._collectives()
+        return rates | {"optimizer": self._optimizer()} | self._sums() | self._collectives()
 
     def meet_shapes(self) -> None:
         """Run every kind of operator once for each shape of the work (and a single token, as
@@ -172,9 +180,7 @@ class OperatorBench:
                 shapes = [(length, 1) for length in (1, *sorted(lengths))]
             for length, self.num_counted in shapes:
                 self.documents = Documents((0, length))
-                output = CASES[ops[0].op](self, ops[0])()
-                if output.requires_grad:
-                    output.backward(output.detach())
+                _differentiate([CASES[ops[0].op](self, ops[0])()])
         self.config = config
 
     def _kinds(self) -> dict[RateKey, list[Operator]]:
@@ -192,9 +198,7 @@ class OperatorBench:
             start = _Clock.now()
             outputs = [call() for call in cases]
             middle = _Clock.now()
-            for output in outputs:
-                if output.requires_grad:
-                    output.backward(output.detach())
+            _differentiate(outputs)
             forward.append(middle.since(start))
             backward.append(_Clock.now().since(middle))
             del outputs
@@ -221,6 +225,44 @@ class OperatorBench:
         wall_s, cpu_s = self._typical(spent)
         return Rate(wall_s / share, "s/element", cpu_s / share)
 
+    def _sums(self) -> dict[RateKey, Rate]:
+        """Bytes read and written per second where gradients are added up and copied; see
+        `cost.step_sums`. Of as many elements as a reduction is measured with, or as rows have."""
+        rows = self.documents.bounds[-1] * self.config.hidden_size
+        count = max(rows, self.work.num_trained // _REDUCED_PARTS)
+        mine, other = (torch.randn(count, dtype=self.dtype) for _ in range(2))
+        wide, other_wide = (torch.randn(count, dtype=torch.float32) for _ in range(2))
+        calls: dict[str, tuple[int, Callable[[], object]]] = {
+            "add": (3 * mine.nbytes, lambda: mine.add_(other)),
+            "add.wide": (3 * wide.nbytes, lambda: wide.add_(other_wide)),
+            "copy": (mine.nbytes + wide.nbytes, lambda: mine.to(torch.float32, copy=True)),
+        }
+        return self._bytes_per_s(calls)
+
+    def _bytes_per_s(
+        self,
+        calls: Mapping[str, tuple[int, Callable[[], object]]],
+        after: Callable[[], None] | None = None,
+    ) -> dict[RateKey, Rate]:
+        """Of calls that move so many bytes each, taken in turn.
+
+        Args:
+            after: runs after each round, untimed.
+        """
+        spent_s: dict[str, list[float]] = {name: [] for name in calls}
+        for _ in range(2 + _PASSES):
+            for name, (_, call) in calls.items():
+                self.process.barrier()
+                start_s = perf_counter()
+                call()
+                spent_s[name].append(perf_counter() - start_s)
+            if after is not None:
+                after()
+        return {
+            name: Rate(self.process.mean(num_bytes / median(spent_s[name][2:])), "byte/s")
+            for name, (num_bytes, _) in calls.items()
+        }
+
     def _collectives(self) -> dict[RateKey, Rate]:
         """Bytes per second of gathering a unit and of reducing its gradients, copies included."""
         world_size = self.process.world_size
@@ -232,7 +274,9 @@ class OperatorBench:
         )
         gathered_bytes = sum(p.nbytes for p in unit.parameters())
         fully_shard(unit, mesh=self.process.mesh)
-        grads = torch.randn(world_size, max(1, self.work.num_trained // 16), dtype=self.dtype)
+        grads = torch.randn(
+            world_size, max(1, self.work.num_trained // _REDUCED_PARTS), dtype=self.dtype
+        )
         shard = torch.empty(grads.shape[1])
         rows_SD = torch.randn(self.documents.bounds[-1], self.config.hidden_size, dtype=self.dtype)
         group = self.process.mesh.get_group("shard")
@@ -247,19 +291,12 @@ class OperatorBench:
             "all_reduce": (rows_SD.nbytes, lambda: dist.all_reduce(rows_SD, group=group)),
             "p2p": (rows_SD.nbytes, lambda: self._pass_on(rows_SD, group)),
         }
-        spent_s: dict[str, list[float]] = {name: [] for name in calls}
-        for _ in range(2 + _PASSES):
-            for name, (_, call) in calls.items():
-                self.process.barrier()
-                start_s = perf_counter()
-                call()
-                spent_s[name].append(perf_counter() - start_s)
+
+        def forget() -> None:
             unit.reshard()
             rows_SD.zero_()
-        return {
-            name: Rate(self.process.mean(num_bytes / median(spent_s[name][2:])), "byte/s")
-            for name, (num_bytes, _) in calls.items()
-        }
+
+        return self._bytes_per_s(calls, forget)
 
     def _pass_on(self, rows_SD: Tensor, group: dist.ProcessGroup) -> None:
         """A message to the next rank and one from the rank before; alone, a copy."""

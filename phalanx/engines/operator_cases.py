@@ -52,15 +52,26 @@ class Bench(Protocol):
 
 def _rows(bench: Bench, *channels: int) -> Tensor:
     """What an operator reads. Its gradient is gone at once, as in a model, where the operator
-    before uses it up: a leaf would add those of all passes up, a third of a small backward pass."""
+    before uses it up."""
     shape = (bench.documents.bounds[-1], *channels)
-    rows = torch.randn(shape, dtype=bench.dtype).requires_grad_()
-    rows.register_post_accumulate_grad_hook(_forget)
-    return rows
+    return _forgetful(torch.randn(shape, dtype=bench.dtype).requires_grad_())
 
 
-def _forget(rows: Tensor) -> None:
-    rows.grad = None
+def _forgetful(leaf: Tensor) -> Tensor:
+    """With gradients that are gone at once: a leaf would add those of all passes up, a third of a
+    small backward pass; what a step adds up is counted by itself (`cost.step_sums`)."""
+    leaf.register_post_accumulate_grad_hook(_forget)
+    return leaf
+
+
+def _forget(leaf: Tensor) -> None:
+    leaf.grad = None
+
+
+def _trained(module: nn.Module) -> None:
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            _forgetful(parameter)
 
 
 def _linear(bench: Bench, op: Operator) -> Call:
@@ -72,6 +83,7 @@ def _linear(bench: Bench, op: Operator) -> Call:
             module = LoraLinear(module, op.name, bench.lora, torch.float32)
             nn.init.normal_(module.lora_A.weight)
             nn.init.normal_(module.lora_B.weight)
+    _trained(module)
     x_SD = _rows(bench, num_in)
     return lambda: module(x_SD)
 
@@ -86,6 +98,7 @@ def _norm(bench: Bench, op: Operator) -> Call:
         num_channels, bench.config.norm_eps, has_weight=bool(op.tensors), dtype=bench.dtype
     )
     module.requires_grad_(bench.lora is None)
+    _trained(module)
     if not op.name.endswith(("q_norm", "k_norm")):
         x = _rows(bench, width // num_channels, num_channels)
         return lambda: module(x)
@@ -174,7 +187,9 @@ def _scale(bench: Bench, op: Operator) -> Call:
 
 def _embedding(bench: Bench, op: Operator) -> Call:
     shape = canonical_tensors(bench.config)[op.tensors[0]].shape
-    table_VD = torch.zeros(shape, dtype=bench.dtype).requires_grad_(bench.lora is None)
+    table_VD = torch.zeros(shape, dtype=bench.dtype)
+    if bench.lora is None:
+        _forgetful(table_VD.requires_grad_())
     tokens_S = torch.randint(shape[0], (bench.documents.bounds[-1],))
     return lambda: nn.functional.embedding(tokens_S, table_VD) * 2.0
 
@@ -191,7 +206,8 @@ def _head(bench: Bench, op: Operator) -> Call:
     scale = config.hidden_size**-0.5
     shape = (config.vocab_size, config.hidden_size)
     head_VD = torch.empty(shape, dtype=bench.dtype).normal_(std=scale)
-    head_VD.requires_grad_(bench.lora is None)
+    if bench.lora is None:
+        _forgetful(head_VD.requires_grad_())
     hidden_SD = _rows(bench, config.hidden_size)
     counted_N = torch.randperm(bench.documents.bounds[-1])[:count]
     targets_N = torch.randint(config.vocab_size, (count,))

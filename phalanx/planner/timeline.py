@@ -108,7 +108,7 @@ def step_forecast(plan: Plan, config: DecoderConfig, work: Workload) -> StepFore
     pieces = _pieces(config, work, value, role.recompute, num_items, pipeline)
     cost = RatesCost(
         block_s={key: sum(each.dur_s for each in found) for key, found in pieces.items()},
-        optimizer_s=prediction.seconds["optimizer"],
+        optimizer_s=prediction.seconds["optimizer"] + prediction.seconds["sums"],
         bytes_per_s={k: value[k] for k in _RATED if k in value},
     )
     overlaps = role.device != "cpu"

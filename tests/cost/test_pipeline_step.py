@@ -42,7 +42,8 @@ def rates(*, layers_s=1e-3, **others):
     seconds = {f"{rate_key(op, CONFIG)}.{phase}": 0.0 for op in listed for phase in "FB"}
     inside = {rate_key(op, CONFIG) for op in listed if op.op == "linear"}
     seconds |= {f"{key}.{phase}": layers_s for key in inside for phase in "FB"}
-    table = dict.fromkeys(("all_gather", "reduce_scatter", "all_reduce", "p2p"), 1e30)
+    moved = ("all_gather", "reduce_scatter", "all_reduce", "p2p", "add", "add.wide", "copy")
+    table = dict.fromkeys(moved, 1e30)
     table |= {"optimizer": 0.0, "runtime": 0.0, "kernels": 0.0} | seconds | others
     return {key: {"value": value} for key, value in table.items()}
 
