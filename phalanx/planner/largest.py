@@ -12,7 +12,7 @@ from phalanx.planner.models import UNKNOWN_POSITIONS
 from phalanx.planner.sized import SizedPlans, sized_plans
 from phalanx.planner.training import Training
 
-_SHORTEST = 1024
+_FIRST = (1024, 512, 256, 128)  # what is tried until something fits, and doubled from there
 _PARTS = 8  # of a doubling, in which the limit is told
 
 
@@ -48,9 +48,13 @@ class Largest:
         }
 
 
-def largest_of(what: str, asked: Answer) -> Largest:
-    """The largest of its kind that fits the limit of a cluster's answer."""
-    found = _micro_batch(asked) if what == "micro-batch" else _context(asked)
+def largest_of(what: str, asked: Answer, most_tokens: int = 0) -> Largest:
+    """The largest of its kind that fits the limit of a cluster's answer.
+
+    Args:
+        most_tokens: positions that the model was made for; 0: not known.
+    """
+    found = _micro_batch(asked) if what == "micro-batch" else _context(asked, most_tokens)
     if found.runnable_tokens == found.tokens:  # of two plans for it, the one that runs
         return replace(found, plan=found.runnable_plan)
     return found
@@ -74,21 +78,29 @@ def _micro_batch(asked: Answer) -> Largest:
     return Largest("micro-batch", asked, *found[0], *found[1], note)
 
 
-def _context(asked: Answer) -> Largest:
+def _context(asked: Answer, most_tokens: int) -> Largest:
     """Rows doubled until nothing fits, then the last doubling in parts."""
-    training = asked.training
-    most = training.config.max_positions if training.config is not None else UNKNOWN_POSITIONS
+    most = most_tokens or UNKNOWN_POSITIONS
     (tokens, plan), (run_tokens, run_plan) = (
         _longest(asked, most, only_runnable=only) for only in (False, True)
     )
     is_limit = tokens == most < UNKNOWN_POSITIONS
     note = f"the model has positions for {most:,} tokens" if is_limit else ""
+    if tokens and not most_tokens:
+        note = "how many positions the model was made for is not known here"
     return Largest("context", asked, tokens, plan, run_tokens, run_plan, note)
 
 
 def _longest(asked: Answer, most: int, *, only_runnable: bool) -> tuple[int, SizedPlan | None]:
     best: tuple[int, SizedPlan | None] = (0, None)
-    seq = _SHORTEST
+    seq = next(
+        (
+            seq
+            for seq in (min(each, most) for each in _FIRST)
+            if _fitting(asked, seq, only_runnable=only_runnable) is not None
+        ),
+        most + 1,
+    )
     while seq <= most:
         plan = _fitting(asked, seq, only_runnable=only_runnable)
         if plan is None:

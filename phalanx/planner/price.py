@@ -100,7 +100,10 @@ def price_job(job: Job, question: Question | None = None) -> PricedJob:
         narrow=[in_fp8(each) for each in answers],
         nearest=nearest,
         sizes=_sizes(answers, options) if asks.sizes else [],
-        largest=[largest_of(asks.largest, each) for each in answers] if asks.largest else [],
+        largest=[
+            largest_of(asks.largest, each, model.most_tokens)
+            for each in (answers if asks.largest else ())
+        ],
         given=[given_plan(asks.foreign, each) for each in answers] if asks.foreign else [],
         of_one_step=of_one_step,
         notes=notes,

@@ -116,8 +116,24 @@ def test_the_largest_context_fits_and_a_longer_one_does_not():
 
 
 def test_the_largest_context_is_no_longer_than_the_model_s_positions():
-    found = largest_of("context", answer(pretraining(), asked(8)))
+    whole = answer(pretraining(), asked(8))
+    found = largest_of("context", whole, QWEN.max_positions)
     assert found.tokens == QWEN.max_positions and "positions" in found.note
+    few = largest_of("context", whole, 640)
+    assert few.tokens == 640 and "640 tokens" in few.note
+    more = largest_of("context", whole)
+    assert more.tokens > found.tokens and "not known" in more.note
+
+
+def test_a_context_below_the_usual_is_found_too():
+    def least(tokens):
+        more = pretraining(seq_tokens=tokens, batch_tokens=8 * tokens)
+        return float(sized_plans(more, asked(8).cluster, 1.0).memory.peak_bytes.min())
+
+    assert least(256) < least(1024)
+    limit = (least(256) + least(512)) / 2
+    found = largest_of("context", answer(pretraining(), asked(8), limit_bytes=limit))
+    assert 256 <= found.tokens < 512
 
 
 def test_the_largest_micro_batch_fits_and_is_one_that_was_listed():
