@@ -44,14 +44,16 @@ class Instance:
 
         Between several hosts the network is what theirs gives each device, where it is known, and
         fast links end at a host's edge, also those of a host that holds a part of what could share
-        them. One host needs no network, and is the machine as it stands.
+        them. One host needs no network, and is the machine as it stands, unless it joins more
+        devices than the machine's domain.
         """
         machine = read_machine(self.machine)
-        if hosts == 1:
+        domain = machine.devices_per_domain
+        is_wider = 1 < domain < self.devices
+        if hosts == 1 and not is_wider:
             return machine
         changes: dict[str, Any] = {"host_devices": self.devices}
-        domain = machine.devices_per_domain
-        if domain == 1 or self.devices < domain <= _LARGEST_HOST:
+        if domain == 1 or is_wider or self.devices < domain <= _LARGEST_HOST:
             changes["devices_per_domain"] = self.devices
         if self.network_gbit_per_s:
             rate = self.network_gbit_per_s * _BYTES_PER_GBIT / self.devices

@@ -99,6 +99,8 @@ def _read_note(name: str, cluster: Cluster) -> str:
         hosts = cluster.num_devices // instance.devices
         rate = cluster.machine.network_bandwidth.value * 8 / 1e9
         between = f", {rate:.4g} Gbit/s a device between them"
+        if cluster.machine.devices_per_domain > instance.devices:  # fast links span hosts
+            between = ""
         where = f" on {hosts} hosts of {instance.devices}{between}" if hosts > 1 else ""
         return f"{name} is {cluster}{where}; the price is the machine's, whoever rents it out"
     others = [each for each in machine_names() if each.startswith(stem) and each != own]

@@ -64,6 +64,7 @@ def test_fast_links_end_at_a_host_that_holds_a_part_of_what_could_share_them():
     assert parse_cluster("2xa3-highgpu-4g").machine.devices_per_domain == 4
     whole = parse_cluster("2xa3-highgpu-8g").machine  # no network is stated
     assert whole.figures() == read_machine("h100").figures() and whole.devices_per_domain == 8
+    assert parse_cluster("a2-megagpu-16g").machine.devices_per_domain == 16  # of 8 elsewhere
     rack = parse_cluster("18xa4x-highgpu-4g")  # a domain of 72 spans hosts
     assert (rack.num_devices, rack.machine.devices_per_domain) == (72, 72)
 
