@@ -63,7 +63,8 @@ def nearest_that_fit(
         is_more = cluster.machine == refused.asked.cluster.machine and flags.startswith("--on")
         if is_more and has_more:
             continue  # the fewest devices are enough to know
-        where = AskedCluster(str(cluster), cluster)
+        named = flags.removeprefix("--on ") if is_more else str(cluster)
+        where = AskedCluster(named, cluster)
         reached = answer(other, where, minimise=minimise, **limits)
         if reached.verdict == "fits":  # not one that only just does
             found.append(Nearest(change, flags, reached))
@@ -86,13 +87,14 @@ def _changes(refused: Answer, limit_bytes: float) -> Iterator[tuple[str, str, Tr
             replace(training, method="lora", lora=lora),
             cluster,
         )
-    if _rows_matter(refused):
+    if _rows_matter(refused) and (refused.best is None or training.profile is not None):
         yield from _shorter_rows(training, cluster)
     sizes = _smallest_plans(training, cluster)
     for number, smallest in sizes.items():
-        more = Cluster(cluster.machine, number)
-        if number > cluster.num_devices and not is_tight(smallest, limit_of(more, limit_bytes)):
-            yield f"{number} devices", f"--on {_called(refused.asked, number)}", training, more
+        more, name = Cluster(cluster.machine, number), _called(refused.asked, number)
+        is_more = number > cluster.num_devices and bool(name)
+        if is_more and not is_tight(smallest, limit_of(more, limit_bytes)):
+            yield f"{number} devices", f"--on {name}", training, more
             if refused.best is None:  # the first that holds it; for speed it may take more
                 break
     yield from _other_machines(refused, sizes, limit_bytes)
@@ -100,7 +102,11 @@ def _changes(refused: Answer, limit_bytes: float) -> Iterator[tuple[str, str, Tr
 
 def _called(asked: AskedCluster, number: int) -> str:
     """So many of the devices that were asked for, as a command line names them: by their file,
-    where they come from one."""
+    where they come from one; "" for more of what a cluster file joins."""
+    if asked.mixed is not None:
+        times = number // asked.cluster.num_devices
+        parts = [f"{times * each.num_devices}x{each.machine.name}" for each in asked.mixed.parts]
+        return "" if asked.mixed.name else "+".join(parts)
     name = HERE_FILE if asked.text.lower() == "here" else asked.text
     if name.endswith(".toml"):
         return f"{number}x{re.sub(r'^[0-9]+x', '', name)}"

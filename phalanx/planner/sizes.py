@@ -57,6 +57,10 @@ def smallest_size(
         options: of `planner.search.answer`.
     """
     training, machine = asked.training, asked.asked.cluster.machine
+    if asked.asked.mixed is not None:
+        kinds = dict.fromkeys(each.machine.name for each in asked.asked.mixed.parts)
+        alone = ",".join(f"8x{name}" for name in kinds)
+        return Size(asked, None, f"devices of several kinds or sites; of each alone: --on {alone}")
     options |= {"must_run": training.config is not None and training.method != "pretrain"}
     fast_enough: list[Answer] = []
     numbers = list(_numbers(asked, limit_s))

@@ -6,6 +6,7 @@ import pytest
 
 from phalanx.hardware import read_machine
 from phalanx.hardware.write import machine_toml
+from phalanx.models.known import known_shape
 from phalanx.models.named import named_model
 from phalanx.planner.clusters import asked_clusters
 from phalanx.planner.nearest import nearest_that_fit
@@ -105,3 +106,30 @@ def test_no_machine_without_bf16_is_named_for_products_in_bf16(monkeypatch, refu
     monkeypatch.setattr("phalanx.planner.nearest.machine_names", lambda: [name])
     kinds = [each.answer.asked.cluster.machine.name for each in nearest_that_fit(refused)]
     assert [kind for kind in kinds if kind != "h100"] == others
+
+
+def test_more_of_a_mixed_cluster_is_more_of_every_kind():
+    """ "64xh100+a100-80g" would be 64 of one kind and one device of the other."""
+    (mixed,) = asked_clusters("2xrtx4090+2xa10g")
+    refused = answer(whole_8b(), mixed)
+    found = [each for each in nearest_that_fit(refused) if each.flags.startswith("--on")]
+    (flags,) = [each.flags.removeprefix("--on ") for each in found if "+" in each.flags]
+    (again,) = asked_clusters(flags)
+    assert again.cluster.num_devices == found[0].answer.asked.cluster.num_devices
+    assert {part.num_devices for part in again.mixed.parts} == {again.cluster.num_devices // 2}
+    assert found[0].answer.asked.text == flags
+
+
+def test_rows_are_not_cut_short_to_be_in_time():
+    fits = answer(whole_8b(), asked(8))
+    late = answer(whole_8b(), asked(8), limit_s=0.8 * 3600 * fits.hours[0])
+    assert late.verdict == "too slow"
+    assert not any(each.flags.startswith("--seq") for each in nearest_that_fit(late))
+
+
+def whole_8b():
+    known = known_shape("llama-3.1-8b")
+    return training(
+        "full", config=None, known_shape=known, profile=None, epochs=0.0, steps=100,
+        seq_tokens=1024, batch_tokens=2**18,
+    )  # fmt: skip

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from phalanx.errors import JobError, PhalanxError
 from phalanx.job import load_job
 from phalanx.models.named import named_model
+from phalanx.planner.clusters import asked_clusters
 from phalanx.planner.largest import largest_of
 from phalanx.planner.models import priced_model
 from phalanx.planner.question import Question, dollars_of, row_count, total_count
@@ -164,3 +165,9 @@ def test_models_are_priced_by_what_is_known_of_them(name, is_computed, most_toke
     model = priced_model(load_job(None, {"model.name": name}))
     assert (model.config is not None) == is_computed and model.most_tokens == most_tokens
     assert (model.shape is None) == is_computed and model.source
+
+
+def test_a_mixed_cluster_has_no_size_of_its_own():
+    (mixed,) = asked_clusters("2xh100+2xa100-80g")
+    found = smallest_size(answer(pretraining(), mixed), limit_s=1.0)
+    assert found.found is None and found.why_not.endswith("--on 8xh100,8xa100-80g")
