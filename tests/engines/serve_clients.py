@@ -49,7 +49,7 @@ def ask(client: openai.OpenAI, prompt, num: int = 12, **options):
     return client.completions.create(prompt=prompt, extra_body=extra, **defaults | options)
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+def wait_until(condition: Callable[[], bool], seconds: float = 90.0) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "did not come true"

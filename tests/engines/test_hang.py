@@ -26,6 +26,9 @@ LAST = re.compile("last collective: all_reduce default_pg#2, 4000 bytes, (done|n
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 
+pytestmark = pytest.mark.timeout(400)
+
+
 @pytest.fixture(autouse=True)
 def one_thread(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")

@@ -22,7 +22,7 @@ from phalanx.worlds.membership_store import MembershipStore
 from tests.ranks import current_store, run_ranks
 
 TIMEOUTS = Timeouts(
-    heartbeat_s=0.05, detect_s=1.0, exchange_s=15.0, island_s=16.0, init_s=20.0, quorum_s=30.0
+    heartbeat_s=0.05, detect_s=3.0, exchange_s=40.0, island_s=41.0, init_s=45.0, quorum_s=60.0
 )
 FACTS = {"grad_bytes": 8, "state_bytes": 8, "num_steps": 3}
 
@@ -59,7 +59,7 @@ def run_islands(islands: list[Summing], timeouts=TIMEOUTS) -> list[Any]:
             pool.submit(run_island, store, rank, size, island, timeouts)
             for rank, island in enumerate(islands)
         ]
-        return [run.result(timeout=60) for run in runs]
+        return [run.result(timeout=100) for run in runs]
 
 
 @pytest.mark.parametrize("size", [1, 3])

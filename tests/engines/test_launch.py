@@ -47,13 +47,13 @@ def test_first_failing_rank_is_named_and_the_others_end(module):
         if os.environ["RANK"] == "1":
             print("data/row: rows.jsonl:3 = [1]: is a row of no known form", file=sys.stderr)
             sys.exit(2)
-        time.sleep(60)
+        time.sleep(600)
         """
     )
     start_s = time.monotonic()
     with pytest.raises(WorldError) as caught:
         launch_local(name, [], 2)
-    assert time.monotonic() - start_s < 20
+    assert time.monotonic() - start_s < 100
     assert caught.value.code == "world/failed"
     assert str(caught.value) == "rank 1: data/row: rows.jsonl:3 = [1]: is a row of no known form"
 
@@ -73,9 +73,9 @@ def test_a_killed_rank_is_dead(module):
 
 
 def test_ranks_that_do_not_end_are_named(module):
-    name = module("time.sleep(60) if os.environ['RANK'] == '1' else None")
-    with pytest.raises(WorldError, match=r"ranks \[1\]: did not end within 0\.5 s") as caught:
-        launch_local(name, [], 2, timeout_s=0.5)
+    name = module("time.sleep(600) if os.environ['RANK'] == '1' else None")
+    with pytest.raises(WorldError, match=r"ranks \[1\]: did not end within 4 s") as caught:
+        launch_local(name, [], 2, timeout_s=4.0)
     assert caught.value.code == "world/timeout"
 
 
@@ -92,7 +92,7 @@ def test_ranks_may_join_again_after_they_left(module, monkeypatch):
         """
     )
     lines: list[str] = []
-    launch_local(name, [], 2, on_line=lines.append, timeout_s=100.0)
+    launch_local(name, [], 2, on_line=lines.append, timeout_s=300.0)
     assert lines == ["3.0"]
 
 
@@ -119,7 +119,7 @@ def test_a_process_that_is_told_to_stop_tells_its_ranks_and_waits_for_them(modul
     threading.Thread(target=interrupt).start()
     before = signal.getsignal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
-        launch_local(name, [], 2, timeout_s=60.0)
+        launch_local(name, [], 2, timeout_s=300.0, stop_s=100.0)
     assert len(list(tmp_path.glob("saved*"))) == 2
     assert signal.getsignal(signal.SIGINT) is before
 

@@ -78,7 +78,7 @@ def test_two_servers_of_a_program_share_no_number():
 
 
 @pytest.mark.dist
-@pytest.mark.timeout(30)
+@pytest.mark.timeout(120)
 def test_what_happens_to_requests_is_what_the_metrics_say(tmp_path, monkeypatch):
     monkeypatch.setattr(process, "_CORE", "tests.engines.scripted_core")
 
@@ -94,7 +94,8 @@ def test_what_happens_to_requests_is_what_the_metrics_say(tmp_path, monkeypatch)
             for tokens, adapter in (([], ""), ([5] * 64, ""), ([500], ""), ([5], "none")):
                 with pytest.raises(PhalanxError):
                     client.submit(tokens, Sampling(max_new=1), adapter)
-            await asyncio.sleep(0.7)  # a beat
+            while samples_of(client.metrics)["phalanx_requests_waiting"] != 1:
+                await asyncio.sleep(0.05)  # a beat says so
             value = samples_of(client.metrics)
             assert value["phalanx_requests_waiting"] == 1
             assert value["phalanx_requests_running"] == 0

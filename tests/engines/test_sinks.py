@@ -109,12 +109,12 @@ def test_a_sink_that_hangs_holds_nothing_up(tmp_path):
     warned = follow(
         lambda warn: [
             BackgroundSink("cloud", lambda config: release.wait(60), warn, patience=Patience(0.2)),
-            BackgroundSink("notes", Notes, warn, patience=Patience(5.0)),
+            BackgroundSink("notes", Notes, warn, patience=Patience(50.0)),
         ],
         tmp_path,
     )
     release.set()
-    assert time.perf_counter() - start_s < 4.0
+    assert time.perf_counter() - start_s < 40.0
     assert warned == ["cloud gets no more metrics: did not finish within 0.2 s; training goes on"]
 
 
@@ -124,11 +124,11 @@ def test_all_sinks_together_are_waited_for_only_so_long(fakes, tmp_path, monkeyp
         monkeypatch.setattr(sys.modules[name], "init", lambda **options: release.wait(60))
     start_s = time.perf_counter()
     warned = follow(
-        lambda warn: open_sinks(["wandb", "trackio"], tmp_path, "run", warn, wait_s=1.0), tmp_path
+        lambda warn: open_sinks(["wandb", "trackio"], tmp_path, "run", warn, wait_s=3.0), tmp_path
     )
     took_s = time.perf_counter() - start_s
     release.set()
-    assert len(warned) == 2 and 1.0 <= took_s < 1.9
+    assert len(warned) == 2 and 3.0 <= took_s < 6.0, "not one after the other"
 
 
 def test_unknown_and_missing_sinks_are_refused_before_the_run(tmp_path, monkeypatch):

@@ -42,8 +42,8 @@ def play_simulated(program: Program, faults: FaultScript) -> str:
     return ""
 
 
-def play(rank: int, world_size: int, program: Program, faults: FaultScript):
-    world = DistWorld(program.mesh, programs.OPS, rank, current_store(), timeout_s=3.0)
+def play(rank: int, world_size: int, program: Program, faults: FaultScript, timeout_s: float):
+    world = DistWorld(program.mesh, programs.OPS, rank, current_store(), timeout_s=timeout_s)
     try:
         trace = drive(FaultyWorld(world, faults), program=program)
     except PhalanxError as error:
@@ -73,7 +73,8 @@ def test_what_stops_the_others_has_the_same_code_in_every_world(fault, code):
     assert play_simulated(program, faults) == code
     assert play_locally(program, faults)[0] == code
     may_die = (1,) if fault["kind"] == "kill" else ()
-    answers = run_ranks(play, 2, program, faults, backend=None, may_die=may_die)
+    timeout_s = 40.0 if may_die else 4.0  # a death is seen at once, what never comes is not
+    answers = run_ranks(play, 2, program, faults, timeout_s, backend=None, may_die=may_die)
     its_code, where, _ = answers[0]
     assert its_code == code and where == "rank 1"
     if may_die:
@@ -95,7 +96,7 @@ def test_what_heals_changes_times_and_no_result(fault):
     expected = undisturbed(program)
     assert play_simulated(program, faults) == ""
     code, local = play_locally(program, faults)
-    answers = run_ranks(play, 2, program, faults, backend=None)
+    answers = run_ranks(play, 2, program, faults, 40.0, backend=None)
     assert code == ""
     for rank, (its_code, _, result) in enumerate(answers):
         assert its_code == ""
@@ -117,7 +118,7 @@ def twice(rank: int, world_size: int, faults: FaultScript):
     program = Program.by_axis(mesh, "pp", [first, second])
     if rank < 0:
         return play_locally(program, faults)[0], play_simulated(program, faults)
-    world = DistWorld(mesh, programs.OPS, rank, current_store(), timeout_s=3.0)
+    world = DistWorld(mesh, programs.OPS, rank, current_store(), timeout_s=40.0)
     drive(FaultyWorld(world, faults), program=program)
     return world.tensors["x:0"].tolist()
 
@@ -161,8 +162,8 @@ def sleepy() -> Program:
 def play_sleepy(rank: int, world_size: int, program: Program, faults: FaultScript):
     import time
 
-    ops = {"sleep": lambda context, action: time.sleep(30.0)}
-    world = DistWorld(program.mesh, ops, rank, current_store(), timeout_s=2.0)
+    ops = {"sleep": lambda context, action: time.sleep(300.0)}
+    world = DistWorld(program.mesh, ops, rank, current_store(), timeout_s=40.0)
     try:
         drive(FaultyWorld(world, faults), program=program)
     except PhalanxError as error:

@@ -24,7 +24,7 @@ def sum_of_ids(group: LogicalGroup, exchange) -> float:
 
 
 def shrink_and_grow(rank: int, world_size: int) -> list[float]:
-    group = LogicalGroup(current_store(), "islands", my_id=10 * rank, timeout_s=10.0)
+    group = LogicalGroup(current_store(), "islands", my_id=10 * rank, timeout_s=60.0)
     sums = []
     for epoch, members in enumerate([(0, 10, 20), (20, 0), (0, 10, 20)]):
         if group.my_id in members:
@@ -39,7 +39,7 @@ def test_each_epoch_sums_over_its_own_members():
 
 
 def form_wrongly(rank: int, world_size: int) -> list[str]:
-    group = LogicalGroup(current_store(), "islands", my_id=0, timeout_s=0.5)
+    group = LogicalGroup(current_store(), "islands", my_id=0, timeout_s=3.0)
     codes = []
     for members, epoch in [((1, 2), 0), ((0,), 3), ((0,), 3), ((0, 1), 4)]:
         try:
@@ -55,7 +55,7 @@ def test_wrong_epochs_are_refused_and_absent_members_named():
 
 
 def lose_a_member(rank: int, world_size: int) -> tuple[str, float, float]:
-    group = LogicalGroup(current_store(), "islands", my_id=rank, timeout_s=20.0)
+    group = LogicalGroup(current_store(), "islands", my_id=rank, timeout_s=60.0)
     exchange = group.form((0, 1, 2), 0)
     sum_of_ids(group, exchange)
     if rank == 2:
@@ -80,7 +80,7 @@ def test_survivors_of_a_kill_form_the_next_epoch_without_waiting_for_the_timeout
     assert third == DIED
     for code, total, took_s in (first, second):
         assert code == "world/membership" and total == 1.0
-        assert took_s < 10.0
+        assert took_s < 40.0
 
 
 class Backend:

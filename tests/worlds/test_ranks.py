@@ -52,14 +52,14 @@ def test_cause_comes_before_what_others_say_about_it():
 
 def hang_on_one(rank: int, world_size: int) -> None:
     if rank == 1:
-        time.sleep(60)
+        time.sleep(600)
 
 
 def test_hang_ends_at_the_timeout_and_names_the_rank():
     start_s = time.monotonic()
-    with pytest.raises(RankFailed, match=r"no answer within 1 s from ranks \[1\]") as caught:
-        run_ranks(hang_on_one, 2, timeout_s=1.0)
-    assert time.monotonic() - start_s < 20.0
+    with pytest.raises(RankFailed, match=r"no answer within 4 s from ranks \[1\]") as caught:
+        run_ranks(hang_on_one, 2, timeout_s=4.0)
+    assert time.monotonic() - start_s < 100.0
     assert "hang_on_one" in str(caught.value) and "last collective" in str(caught.value)
     assert run_ranks(sum_of_ranks, 2, 1.0)[0][0] == 1.0
 
@@ -67,14 +67,14 @@ def test_hang_ends_at_the_timeout_and_names_the_rank():
 def leave_zero_alone(rank: int, world_size: int) -> None:
     if rank == 0:
         dist.all_reduce(torch.ones(3))
-    time.sleep(60)
+    time.sleep(600)
 
 
 def test_hang_names_the_collective_that_a_rank_waits_in():
     with pytest.raises(RankFailed) as caught:
-        run_ranks(leave_zero_alone, 2, timeout_s=1.0, backend="logged_gloo")
+        run_ranks(leave_zero_alone, 2, timeout_s=4.0, backend="logged_gloo")
     text = str(caught.value)
-    assert text.startswith("no answer within 1 s from ranks [0, 1]")
+    assert text.startswith("no answer within 4 s from ranks [0, 1]")
     waits, sleeps = text.split("rank 1: ")
     assert "last collective: all_reduce default_pg#0, 12 bytes, not seen to end" in waits
     assert "last collective: none logged" in sleeps
