@@ -123,7 +123,8 @@ def saturated(plans: ServingPlans, loads: Loads, rates: Rates) -> SteadyState:
 def static_batch(plans: ServingPlans, loads: Loads, rates: Rates) -> SteadyState:
     """`concurrency` prompts computed together, then decoded together until all are done."""
     rows = loads.concurrency / plans.attention_dp
-    prompt_s = prefill_s(plans, loads.prompt_tokens, rows, rates) * rates["prefill_level"]
+    each_s = prefill_s(plans, loads.prompt_tokens, rows, rates, loads.reused_tokens)
+    prompt_s = each_s * rates["prefill_level"]
     ttft_s = prompt_s + request_s(loads, rates)
     tpot_s = decode_time(plans, loads, loads.concurrency, rates)
     return _steady(loads, ttft_s, tpot_s, loads.concurrency)

@@ -1,5 +1,7 @@
 """Engines under steady loads: what goes in comes out, and more load never helps a request."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -100,3 +102,18 @@ def test_answer_engines_alone_are_not_disturbed_by_prompts():
     shared = closed_loop(PLANS, load(256, prompt=8000.0), RATES)
     apart = split(256, 3, 1, prompt=8000.0)
     assert apart.tpot_s[0] < shared.tpot_s[0]
+
+
+def test_what_all_prompts_share_is_kept_once():
+    """Room for n prompts' caches R / c; with s shared by all (R - s) / (c - s)."""
+    plain = load(1, prompt=8000.0, answer=200.0)
+    shared = dataclasses.replace(plain, shared_tokens=np.asarray([6000.0]))
+    room = running_limit(PLANS, plain) * 8100.0
+    assert running_limit(PLANS, shared) == pytest.approx((room - 6000.0) / 2100.0)
+
+
+@given(loads, st.floats(0.0, 0.99))
+def test_what_is_cached_never_makes_a_request_slower(each, frac):
+    cached = dataclasses.replace(each, reused_tokens=each.prompt_tokens * frac)
+    plain, sooner = (closed_loop(PLANS, load_, RATES) for load_ in (each, cached))
+    assert sooner.latency_s <= plain.latency_s * (1 + 1e-9)

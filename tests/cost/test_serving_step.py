@@ -241,3 +241,15 @@ def test_slow_links_favour_pipelines_for_prompts_and_tensor_parallelism_for_answ
 def test_plans_that_cannot_be_are_refused(wrong, where):
     with pytest.raises(JobError, match=where):
         plan(**wrong)
+
+
+def test_cached_tokens_cost_no_products_but_are_attended_to():
+    """4,096 of 8,192 tokens cached: half the products; three quarters of the causal pairs."""
+    whole = prefill_parts(plan(), column(8192), column(1), IDEAL)
+    rest = prefill_parts(plan(), column(8192), column(1), IDEAL, column(4096))
+    assert rest["attention"][0] == pytest.approx(0.75 * whole["attention"][0])
+    half = prefill_parts(plan(), column(4096), column(1), IDEAL)
+    assert rest["weights"][0] == half["weights"][0]
+    rates = SHIPPED.rates(plan())
+    nothing = prefill_parts(plan(), column(8192), column(1), rates, column(0))
+    assert nothing == prefill_parts(plan(), column(8192), column(1), rates)

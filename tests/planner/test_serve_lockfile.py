@@ -51,6 +51,16 @@ def test_limits_are_those_of_the_load_and_the_engine_has_one_device(here, capsys
     assert {row["quantity"] for row in plan.predictions} >= {"load/TTFT mean", "load/TPOT mean"}
 
 
+def test_a_server_that_reuses_no_prefixes_is_sized_without(here, capsys):
+    """`phalanx serve` keeps no blocks for others: what prompts share changes no limit, no price."""
+    plain = locked()
+    capsys.readouterr()
+    shared = locked("--shared-prefix", "400")
+    assert "it reuses no prefixes yet" in " ".join(capsys.readouterr().out.split())
+    assert serve_limits(shared, CONFIG) == serve_limits(plain, CONFIG)
+    assert shared.predictions == plain.predictions
+
+
 def test_a_heavier_load_has_a_larger_batch(here):
     few, many = (
         serve_limits(locked("--rate", rate), CONFIG)["max_running"] for rate in ("4", "16")
