@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from phalanx.engines.coming import Coming
 from phalanx.errors import WorldError
 
 WINDOW = 64  # accepted norms that the median is taken of
@@ -58,7 +59,7 @@ class Guard:
         self._norms = torch.full((WINDOW,), torch.nan, dtype=torch.float64, device=device)
         # taken steps, skipped ones, skipped in a row, whether the run has ended
         self._counts = torch.zeros(4, dtype=torch.int64, device=device)
-        self._unheard: deque[Tensor] = deque()
+        self._unheard: deque[Coming] = deque()
 
     def skip(self, norm: Tensor) -> Tensor:
         """Whether the step with this gradient norm must change nothing: float32, 1.0 or 0.0.
@@ -89,7 +90,7 @@ class Guard:
         self._remember(wide, taken, skips)
         counts = [taken + skips.logical_not(), skipped + skips, in_row, (ended > 0) | ends]
         self._counts = torch.stack([each.to(torch.int64) for each in counts])
-        self._unheard.append(torch.stack([*self._counts, kind, median]).double())
+        self._unheard.append(Coming([torch.stack([*self._counts, kind, median]).double()]))
         return skips.to(torch.float32)
 
     def _median(self, taken: Tensor) -> Tensor:
@@ -116,7 +117,8 @@ class Guard:
             WorldError: `train/nonfinite` or `train/spike` when the run has to end; it names the
                 step, counted from 1, and the samples.
         """
-        said = _Said(*self._unheard.popleft().tolist())
+        (numbers,) = self._unheard.popleft().arrived()
+        said = _Said(*numbers.tolist())
         story = _Story(step, loss, grad_norm, samples, said)
         if said.kind == _FINE:
             return story.check_loss()

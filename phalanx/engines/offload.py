@@ -18,11 +18,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from phalanx.engines.coming import Coming, pinned_like
 from phalanx.engines.local_parts import local_of, placed_on_host
 from phalanx.engines.optim import MOMENTS, ShardedAdamW
 from phalanx.errors import JobError
 
-PIECE_BYTES = 1 << 26  # of states that are mapped, and of gradients that are down, at a time
+PIECE_BYTES = 1 << 26  # of states that are mapped at a time, and of gradients that are down
 MASTER = "master"
 
 
@@ -165,10 +166,10 @@ class OffloadedAdamW(ShardedAdamW):
             if grad is not None and (locals_[at].dim() > 1) == is_matrix
         ]
         pieces = list(_pieces(wanted, [each.nbytes for each in locals_]))
-        coming = _Coming([grads[at] for at in next(iter(pieces), ())])
+        coming = Coming([grads[at] for at in next(iter(pieces), ())])
         for piece, following in zip(pieces, [*pieces[1:], ()]):
             # the next gradients come down while these are used
-            here, coming = coming.arrived(), _Coming([grads[at] for at in following])
+            here, coming = coming.arrived(), Coming([grads[at] for at in following])
             rows = []
             for at, grad in zip(piece, here):
                 state = [self._state[kind][at] for kind in (*MOMENTS, "step")]
@@ -184,36 +185,12 @@ class OffloadedAdamW(ShardedAdamW):
             self._store.release()
 
 
-class _Coming:
-    """Gradients on their way to the host, in their own dtype; those of the host are there.
-
-    Copies to memory that is not pinned would hold up the host one by one, at a quarter of the rate.
-    """
-
-    def __init__(self, grads: Sequence[Tensor]) -> None:
-        self._grads, self._copied = grads, None
-        if any(each.is_cuda for each in grads):
-            self._grads = [_pinned_like(each).copy_(each, non_blocking=True) for each in grads]
-            self._copied = torch.cuda.current_stream(grads[0].device).record_event()
-
-    def arrived(self) -> Sequence[Tensor]:
-        """The gradients, in host memory."""
-        if self._copied is not None:
-            self._copied.synchronize()
-        return self._grads
-
-
 def _send_up(master: Tensor, weight: Tensor) -> None:
     """Round a master to the weight that is computed with; the host does not wait for a device."""
     if not weight.is_cuda:
         weight.copy_(master)
         return
-    weight.copy_(_pinned_like(weight).copy_(master), non_blocking=True)
-
-
-def _pinned_like(tensor: Tensor) -> Tensor:
-    """torch keeps such memory for the next step, and gives none away that a copy still reads."""
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    weight.copy_(pinned_like(weight).copy_(master), non_blocking=True)
 
 
 def make_optimizer(

@@ -1,7 +1,7 @@
 """What a training run says of itself: numbers of steps and evaluations, spans, warnings.
 
-The numbers of a step are read from the device when the next one is under way (`hold`, `read`); on
-the CPU, where nothing is waited for, at once.
+The numbers of a step leave the device behind the step (`hold`) and are read when the next one is
+under way (`read`); on the CPU, where nothing is waited for, at once.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from phalanx.data.batches import StepBatch
 from phalanx.engines.callbacks import Callbacks
 from phalanx.engines.checkpoint import Progress
+from phalanx.engines.coming import Coming
 from phalanx.engines.guard import Guard
 from phalanx.engines.metrics import MetricsFile, StepTrace
 from phalanx.engines.process import PeakMemory, Process
@@ -73,13 +74,14 @@ class RunReport:
         self.last_good: Progress | None = None
         self.step_s: list[float] = []
         self.num_tokens = self.num_counted = 0
-        self._held: Held | None = None
+        self._held: tuple[Held, Coming] | None = None
         self._reads_at_once = process.device.type == "cpu"
 
     def hold(self, held: Held) -> None:
         """The step has been issued; read the one before."""
+        coming = Coming([held.outcome.sums, held.outcome.grad_norm])
         self.read()
-        self._held = held
+        self._held = held, coming
         if self._reads_at_once:
             self.read()
 
@@ -91,14 +93,15 @@ class RunReport:
         """
         if self._held is None:
             return
-        held, self._held = self._held, None
-        loss, signals, requests = held.outcome.sums.tolist()
-        values = self._values(held, loss)
+        (held, coming), self._held = self._held, None
+        sums, grad_norm = coming.arrived()
+        loss, signals, requests = sums.tolist()
+        values = self._values(held, loss, float(grad_norm))
         self.metrics.write(**values)
         self.notify(values)
         self.last_good = held.before
         first, end = held.before.next_sample, held.batch.next_sample
-        warning = self.guard.hear(held.number, loss, values["grad_norm"], range(first, end))
+        warning = self.guard.hear(held.number, loss, grad_norm, range(first, end))
         if warning:
             self.warn(warning, step=held.number + 1)
         self.last_good = None
@@ -108,7 +111,7 @@ class RunReport:
         elif requests and not self.stop_reason:
             self.stop_reason = self.callbacks.stop_reason or "a callback of another rank"
 
-    def _values(self, held: Held, loss: float) -> dict[str, Any]:
+    def _values(self, held: Held, loss: float, grad_norm: float) -> dict[str, Any]:
         batch, step_s = held.batch, self.trace.add_step(held.number, held.spans)
         self.step_s.append(step_s)
         self.num_tokens += batch.num_tokens_global
@@ -118,7 +121,7 @@ class RunReport:
             "step": held.number + 1,
             "num_steps": self.num_steps,
             "loss": loss,
-            "grad_norm": float(held.outcome.grad_norm),
+            "grad_norm": grad_norm,
             "lr": held.lr,
             "tokens": batch.num_tokens_global,
             "counted_tokens": batch.num_counted_global,

@@ -158,7 +158,7 @@ def test_the_median_is_that_of_the_last_norms(norms):
     for norm in norms:
         each.skip(torch.tensor(norm))
     each.skip(torch.tensor(NAN))
-    *_, found = each._unheard[-1].tolist()
+    *_, found = each._unheard[-1].arrived()[0].tolist()
     last = [torch.tensor(norm).item() for norm in norms[-WINDOW:]]  # as float32 holds them
     assert found == median_low(last) if last else found != found
 

@@ -13,6 +13,7 @@ from phalanx.engines.offload import HostMemory, MappedFile, OffloadedAdamW, make
 from phalanx.engines.optim import ShardedAdamW
 from phalanx.engines.process import process_bytes
 from phalanx.errors import JobError
+from tests.engines.late_device import LateDevice
 
 SHAPES = ((7, 5), (1,), (3, 1), (0, 4), (33,), (64, 9))
 OPTIONS = {"weight_decay": 0.1, "clip_norm": 0.7}
@@ -70,54 +71,6 @@ def test_masters_apart_train_as_float32_weights_that_are_rounded_for_use(tmp_pat
         assert torch.equal(rounded[name], parameter.bfloat16())
 
 
-class Device:
-    """A device that copies late: what `non_blocking` asks for is done when somebody waits for it.
-
-    Its tensors are the CPU's, so it says itself which are its own.
-    """
-
-    def __init__(self, monkeypatch) -> None:
-        self.asked, self.num_waits, self.pinned_bytes = [], 0, 0
-        copy, empty = torch.Tensor.copy_, torch.empty
-
-        def copy_(target, source, non_blocking=False):
-            if not non_blocking:
-                return copy(target, source)
-            self.asked.append((target, source))
-            return target
-
-        def pinned(shape, *, dtype, pin_memory):
-            assert pin_memory
-            found = empty(shape, dtype=dtype).fill_(float("nan"))  # read too early, it shows
-            self.pinned_bytes += found.nbytes
-            return found
-
-        self._copy = copy
-        monkeypatch.setattr(torch.Tensor, "copy_", copy_)
-        monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: True))
-        monkeypatch.setattr(offload.torch, "empty", pinned)
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda _device: self)
-        monkeypatch.setattr(HostMemory, "zeros", zeros_of_the_host)
-
-    def record_event(self):
-        return Event(self, len(self.asked))
-
-    def copy_first(self, count):
-        for target, source in self.asked[:count]:
-            if target is not None:
-                self._copy(target, source)
-        self.asked[:count] = [(None, None)] * min(count, len(self.asked))
-
-
-class Event:
-    def __init__(self, device, count):
-        self._device, self._count = device, count
-
-    def synchronize(self):
-        self._device.num_waits += 1
-        self._device.copy_first(self._count)
-
-
 def zeros_of_the_host(_store, like, dtype):
     return [torch.zeros(each.shape, dtype=dtype or each.dtype) for each in like]
 
@@ -135,8 +88,9 @@ def test_a_device_copies_while_the_host_updates_and_nothing_is_read_before_it_is
     )
     train(here)
     with monkeypatch.context() as patched:
-        device = Device(patched)
-        train(there, after=lambda: device.copy_first(len(device.asked)))
+        patched.setattr(HostMemory, "zeros", zeros_of_the_host)
+        device = LateDevice(patched)
+        train(there, after=device.finish)
     for name, parameter in here.named_parameters.items():
         assert torch.equal(there.named_parameters[name], parameter)
     kinds = there.state_dict()
