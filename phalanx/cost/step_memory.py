@@ -34,7 +34,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from math import prod
+from math import ceil, prod
 
 from phalanx.cost.step_saved import saved_bytes_per_token
 from phalanx.cost.step_work import Workload
@@ -207,7 +207,7 @@ def memory_terms(
     gradients = _gradient_bytes(config, work, units, head_rows, reduce_bytes)
     activations = work.longest_row / work.context_degree * saved_per_token
     rows = 2.0 * head_rows * config.hidden_size * (itemsize + 4)
-    chunk = min(LOGIT_CHUNK_BYTES, head_rows * config.vocab_size * itemsize)
+    chunk = max(_logit_bytes(config, count) for count in _counts(work)) if has_head else 0.0
     activations += _cast_bytes(units, itemsize)
     alive = {
         "loss": {"activations": activations, "logits": chunk + rows},
@@ -219,6 +219,18 @@ def memory_terms(
         for name in gradients
     )
     return max(moments, key=lambda terms: sum(terms.values()))
+
+
+def _counts(work: Workload) -> list[float]:
+    """Targets of a rank's rows, of all that occur."""
+    return [count / work.context_degree for count in work.target_counts or (work.row_counted,)]
+
+
+def _logit_bytes(config: DecoderConfig, count: float) -> float:
+    """Of a chunk of the loss: they are equal, and none is above the limit."""
+    row_bytes = config.vocab_size * DTYPE_BYTES[config.dtype]
+    most = max(1, LOGIT_CHUNK_BYTES // row_bytes)
+    return float(row_bytes * count / max(1, ceil(count / most)))
 
 
 def _cast_bytes(units: Sequence[Unit], itemsize: int) -> float:
@@ -285,7 +297,7 @@ def _gradient_bytes(
         return whole + is_copied * reduce_bytes * unit.num_trained + scattered
 
     waiting, of_head = sum(map(before, units)), itemsize * num_head
-    in_chunks = head_rows * config.vocab_size * itemsize > LOGIT_CHUNK_BYTES
+    in_chunks = max(_counts(work)) * config.vocab_size * itemsize > LOGIT_CHUNK_BYTES
     at_loss = (4 + itemsize if in_chunks and itemsize < 4 else 2 * itemsize) * num_head
     done = sum(map(reduced, layers))
     first = max((reducing(u) - before(u) for u in layers), default=0.0)
