@@ -50,6 +50,14 @@ def simulate(
             "micro-batches, each a list of lengths in tokens.",
         ),
     ] = "",
+    rates: Annotated[
+        str,
+        typer.Option(
+            "--rates",
+            help="Whose: fitted (those of published runs, as `phalanx plan` prices a model) or "
+            "machine (as its file says, to compare orders).",
+        ),
+    ] = "fitted",
     json_file: JsonFile = "",
 ) -> None:
     """Simulate one step of a job; --section.key VALUE sets a key of it."""
@@ -71,7 +79,7 @@ def simulate(
 
         emit(document, json_file, show_documents)
         return
-    _, planned, simulated = plan_job(job, context.args, on, plan)
+    _, planned, simulated = plan_job(job, context.args, on, plan, rates)
     spans = pass_spans(simulated.trace, planned.program.mesh)
     _write_files(lambda: simulated.trace, spans, simulated.report.title, trace, picture)
     if schedule:

@@ -238,6 +238,18 @@ def _messages(work: StepWork, speeds: Speeds, rates: StepEfficiency) -> Any:
     return np.where(plan["pipeline"] > 1, crossings * each_s, 0.0)
 
 
+def data_wires(work: StepWork, speeds: Speeds, rates: StepEfficiency) -> tuple[Any, Any]:
+    """Seconds on the links of (all weights of a rank gathered, its gradients reduced) once."""
+    in_bytes = work.traffic.reduce.resized(rates.gradient_bytes)
+    gather_s = _wire_s(work.traffic.gather, speeds, rates)
+    return gather_s, _wire_s(in_bytes, speeds, rates)
+
+
+def context_wire(work: StepWork, speeds: Speeds, rates: StepEfficiency) -> Any:
+    """Seconds on the links of the context axis, of a mean layer and a micro-batch, both passes."""
+    return _wire_s(work.traffic.context + work.traffic.context_backward, speeds, rates)
+
+
 def _data(work: StepWork, speeds: Speeds, rates: StepEfficiency, micro_s: Any) -> dict[str, Any]:
     """Gathers and reductions of the data axis.
 
@@ -245,9 +257,7 @@ def _data(work: StepWork, speeds: Speeds, rates: StepEfficiency, micro_s: Any) -
     once a step, beside the first and the last micro-batch.
     """
     plan = work.plan
-    in_bytes = work.traffic.reduce.resized(rates.gradient_bytes)
-    gather_s = _wire_s(work.traffic.gather, speeds, rates)
-    reduce_s = _wire_s(in_bytes, speeds, rates)
+    gather_s, reduce_s = data_wires(work, speeds, rates)
     gathers = np.where(
         plan["zero"] == 3, plan["micro"] * (2.0 - np.minimum(plan["keeps_gathered"], 1)), 1.0
     )

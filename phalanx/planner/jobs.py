@@ -17,11 +17,16 @@ from phalanx.planner.make import Planned, make_plan
 from phalanx.planner.models import priced_model
 from phalanx.planner.simulate import Simulated, simulate
 
+_ROWS = {"train.item_tokens", "train.global_batch_tokens", "plan.row_tokens"}
 _EXAMPLES = ("a100-80g", "b200", "h100", "mi300x", "v5p")
 
 
 def plan_job(
-    path: str, arguments: Sequence[str], on: str = "", lockfile: str = ""
+    path: str,
+    arguments: Sequence[str],
+    on: str = "",
+    lockfile: str = "",
+    rates: str = "fitted",
 ) -> tuple[Job, Planned, Simulated]:
     """Load, plan and simulate.
 
@@ -29,14 +34,29 @@ def plan_job(
         path: job file, or a model.
         arguments: dotted flags.
         on: cluster shorthand, instead of the job's.
-        lockfile: a plan of the training role, whose layout and devices are those of the step.
+        lockfile: a plan of the training role, whose layout and devices are those of the step; so
+            are its micro-batches, unless the flags say how many tokens a step or a row has.
+        rates: as `make_plan`.
 
     Raises:
         JobError, PlanError, CheckError: from any of the steps.
     """
     plan = Plan.load(lockfile) if lockfile else None
-    job = read_job(path, arguments, laid_out(plan) if plan else None)
-    return job, *simulate_job(job, on or (_devices_of(plan) if plan else ""))
+    if plan is None:
+        job = read_job(path, arguments)
+        return job, *simulate_job(job, on, rates=rates)
+    rows = plan.program("train").batch.get("priced", {})
+    layout = laid_out(plan) | _items_of(rows, parse_flags(arguments))
+    job = read_job(path, arguments, layout)
+    return job, *simulate_job(job, on or _devices_of(plan), rates=rates, rows=rows)
+
+
+def _items_of(rows: Mapping[str, Any], flags: Mapping[str, Any]) -> dict[str, Any]:
+    """The micro-batches that were priced, whole ones, unless the flags name others."""
+    if not rows or _ROWS & set(flags):
+        return {}
+    tokens = max(1, round(rows["micro_rows"] * rows["row_tokens"]))
+    return {"train.item_tokens": [tokens] * max(1, round(rows["num_micro"]))}
 
 
 def _devices_of(plan: Plan) -> str:
@@ -60,8 +80,13 @@ def read_job(target: str, arguments: Sequence[str], layout: Mapping[str, Any] | 
     return load_job(None, {"model.name": target} | flags)
 
 
-def simulate_job(job: Job, on: str = "") -> tuple[Planned, Simulated]:
+def simulate_job(
+    job: Job, on: str = "", *, rates: str = "fitted", rows: Mapping[str, Any] | None = None
+) -> tuple[Planned, Simulated]:
     """Plan a job as it is written, and play one step of it.
+
+    Args:
+        rates, rows: as `make_plan`.
 
     Raises:
         JobError, PlanError, CheckError: from any of the steps.
@@ -71,7 +96,7 @@ def simulate_job(job: Job, on: str = "") -> tuple[Planned, Simulated]:
         rule = "name a cluster; `phalanx run` plans for this machine and measures it first"
         legal = [f"8x{name}" for name in machine_names() if name in _EXAMPLES]
         raise JobError("job/bad-value", "plan.on", "here", rule, legal=legal)
-    planned = make_plan(job, config_of(job), cluster)
+    planned = make_plan(job, config_of(job), cluster, rates=rates, rows=rows)
     return planned, simulate(planned, job.limits.memory_bytes)
 
 

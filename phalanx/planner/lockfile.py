@@ -21,6 +21,7 @@ from phalanx.planner.lock_place import device_of, hardware_of, require_place
 from phalanx.planner.priced_again import priced_again
 from phalanx.planner.priced_job import PricedJob
 from phalanx.planner.training import Training
+from phalanx.planner.written import ROW_COLUMNS
 from phalanx.report import Report
 from phalanx.units import format_bytes
 
@@ -46,7 +47,10 @@ def lockfile(priced: PricedJob, chosen: Answer) -> Plan:
         raise JobError("job/bad-value", "--output", chosen.asked.text, rule)
     cluster, training = chosen.asked.cluster, priced.training
     layout = best.sized.layout(training)
-    batch: dict[str, Any] = {"row_tokens": best.sized.row_limit}
+    rows: dict[str, Any] = {name: best.sized.row[name] for name in ROW_COLUMNS}
+    if training.software:
+        rows["software"] = training.software
+    batch: dict[str, Any] = {"row_tokens": best.sized.row_limit, "priced": rows}
     if layout.offloads:  # where the host is the device, a file is what is outside
         batch["offload"] = "file" if device_of(cluster) == "cpu" else "host"
     role = RoleProgram(
@@ -169,6 +173,7 @@ def _require_room(chosen: Answer, plan: PricedPlan, target: str) -> None:
 
 def _emitted(priced: PricedJob, chosen: Answer, plan: PricedPlan, target: str) -> Mapping[str, str]:
     training, cluster = priced.training, chosen.asked.cluster
+    precision = cluster.machine.half if training.precision == "bf16" else training.precision
     row: dict[str, Any] = dict(plan.sized.row)
     if training.profile is not None:
         row["row_tokens"] = plan.sized.row_limit / row["micro_rows"]
@@ -178,7 +183,7 @@ def _emitted(priced: PricedJob, chosen: Answer, plan: PricedPlan, target: str) -
         method=training.method,
         lora_rank=training.lora.rank if training.lora else 0,
         base_bits=training.base_bits,
-        precision=training.precision,
+        precision=precision,
     )
     per_node = min(cluster.num_devices, cluster.machine.devices_per_host)
     site = Site(accelerator=cluster.machine.name.upper(), devices_per_node=per_node)

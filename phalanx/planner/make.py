@@ -7,15 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
-from phalanx.action import Collective, Program, Send
+from phalanx.action import Program
 from phalanx.check import check_program
 from phalanx.cost.base import CostModel
 from phalanx.cost.pipeline_parts import Pipeline
-from phalanx.cost.roofline import RooflineCost
-from phalanx.cost.table import TableCost
 from phalanx.errors import JobError, PlanError, shown
 from phalanx.hardware import Cluster, parse_cluster
 from phalanx.job import Job
@@ -25,6 +23,7 @@ from phalanx.mesh import Mesh
 from phalanx.models.adapter_folder import lora_of
 from phalanx.models.config import DecoderConfig
 from phalanx.plan import Plan, Pool, RoleProgram
+from phalanx.planner.played_rates import fitted_rates, own_rates, require_rates
 from phalanx.planner.work import work_of
 from phalanx.policy import Order, Spec
 from phalanx.registry import build
@@ -46,6 +45,8 @@ class Planned:
         work: the step in numbers.
         cluster: the devices.
         cost: prices of actions on them.
+        rates: whose they are, in a line.
+        priced_s: the step as `phalanx plan` prices this layout; None where it does not.
     """
 
     plan: Plan
@@ -53,6 +54,8 @@ class Planned:
     work: StepWork
     cluster: Cluster
     cost: CostModel
+    rates: str
+    priced_s: float | None = None
 
     def held_bytes(self, rank: int) -> float:
         """Bytes that `rank` keeps through the whole step: weights, gradients, optimizer state."""
@@ -70,18 +73,30 @@ def _note(program: Program, name: str) -> Sequence[int]:
     return value
 
 
-def make_plan(job: Job, config: DecoderConfig | None = None, on: str = "") -> Planned:
+def make_plan(
+    job: Job,
+    config: DecoderConfig | None = None,
+    on: str = "",
+    *,
+    rates: str = "fitted",
+    rows: Mapping[str, Any] | None = None,
+) -> Planned:
     """Plan the training role of a job.
 
     Args:
         job: what is asked.
         config: sizes of the model; None for 'toy'.
         on: cluster shorthand, instead of `plan.on`.
+        rates: "fitted": those of published runs, as `phalanx plan` prices the layout of a model; a
+            toy or a job with a table of costs is played at its own. "machine": as the machine's
+            file says.
+        rows: as `played_rates.fitted_rates`.
 
     Raises:
         JobError: `mesh/product`, unknown policies or options, a cluster that is not known.
         PlanError: an order or a combination that cannot exist; a program that would hang.
     """
+    require_rates(rates)
     cluster = parse_cluster(on or job.plan.on)
     mesh = mesh_of(job, cluster.num_devices)
     order_table, spec_tables = policy_tables(job, mesh)
@@ -94,7 +109,9 @@ def make_plan(job: Job, config: DecoderConfig | None = None, on: str = "") -> Pl
     stages = _stages(job, config, order, mesh, [unit.name for unit in work.units])
     program = lower(work, mesh, order, specs, grain=job.plan.grain, stages=stages)
     check_program(program)
-    cost = cost_of(job, cluster, program)
+    played = own_rates(job, cluster, program)
+    if stages is not None and config is not None and rates == "fitted" and not job.plan.costs:
+        played = fitted_rates(job, cluster, config, program, work, order, specs, stages, rows or {})
     role = RoleProgram(
         pool="all",
         mesh=mesh.to_dict(),
@@ -112,7 +129,7 @@ def make_plan(job: Job, config: DecoderConfig | None = None, on: str = "") -> Pl
         pools={"all": Pool(machine=cluster.machine.name, devices=tuple(range(mesh.size)))},
         programs={"train": role},
     )
-    return Planned(plan, program, work, cluster, cost)
+    return Planned(plan, program, work, cluster, played.cost, played.source, played.priced_s)
 
 
 def _stages(
@@ -170,30 +187,6 @@ def policy_tables(job: Job, mesh: Mesh) -> tuple[dict[str, Any], list[dict[str, 
     chosen += [("tensor", job.plan.tensor), *(("context", entry) for entry in context)]
     specs = [_table(family, entry) for family, entry in chosen if entry]
     return order, specs
-
-
-def cost_of(job: Job, cluster: Cluster, program: Program) -> CostModel:
-    """The job's table of costs, or the machine's rates: links inside a domain, network beyond."""
-    if job.plan.costs:
-        return TableCost(dict(job.plan.costs))
-    machine, mesh = cluster.machine, program.mesh
-    used = {each.axis for each in chain(*program.lists) if isinstance(each, Send | Collective)}
-    axes = dict.fromkeys((*mesh.names, *sorted(used)))  # some exchanges are over several at once
-    inside = {axis: _inside(mesh, axis, machine.devices_per_domain) for axis in axes}
-    link, network = machine.link_bandwidth.value, machine.network_bandwidth.value
-    near, far = machine.link_latency.value, machine.network_latency.value
-    return RooflineCost(
-        flops_per_s=machine.matmul.value,
-        memory_bytes_per_s=machine.memory_bandwidth.value,
-        link_bytes_per_s={axis: link if near_by else network for axis, near_by in inside.items()},
-        latency_s={axis: near if near_by else far for axis, near_by in inside.items()},
-        overhead_s=machine.launch_overhead.value,
-    )
-
-
-def _inside(mesh: Mesh, axis: str, domain: int) -> bool:
-    """Whether every group of the axis lies within one domain of consecutive ranks."""
-    return all(len({rank // domain for rank in group}) == 1 for group in mesh.groups(axis))
 
 
 def _table(family: str, entry: Any) -> dict[str, Any]:

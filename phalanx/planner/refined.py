@@ -7,7 +7,7 @@ other lengths on every rank. Everything else of the step keeps the formula's sec
 
 Stages are those of the program that runs the plan (`planner.cuts`), so the busiest rank may hold
 other layers than the formula's. A pass of a chunk of l layers takes l times a layer's parts of a
-micro-batch (`layer_passes`); input and weight gradients each compute again what is not kept.
+micro-batch (`cost.training_passes`); input and weight gradients each compute again what they need.
 """
 
 from __future__ import annotations
@@ -20,8 +20,15 @@ from typing import Any
 import numpy as np
 
 from phalanx.cost.model_shape import ModelShape
-from phalanx.cost.training_bubble import bubble_micro_batches, split_frac, stage_layers
-from phalanx.cost.training_plans import RECOMPUTE, SCHEDULES, TrainingPlans
+from phalanx.cost.training_bubble import bubble_micro_batches
+from phalanx.cost.training_passes import (
+    FORWARD_SHARE,
+    OF_LAYERS,
+    counted_layers,
+    head_seconds,
+    layer_passes,
+)
+from phalanx.cost.training_plans import SCHEDULES, TrainingPlans
 from phalanx.cost.training_step import StepTimes, training_step
 from phalanx.errors import JobError
 from phalanx.hardware import Machine
@@ -32,9 +39,6 @@ from phalanx.registry import build
 from phalanx.worlds.pipeline_arrays import Played, Wired, play, wire
 
 PLAYED = tuple(name for name in SCHEDULES if order_table(name, 2))  # schedules that have an order
-OF_LAYERS = ("compute", "recompute", "tensor", "expert", "context", "overhead")
-_EXCHANGES = ("tensor", "expert", "context", "overhead")
-FORWARD_SHARE = {"pretrain": 1 / 3, "full": 1 / 3, "lora": 0.47}
 _LONG, _LONGER = 3, 5  # times as many micro-batches as ranks: the middle repeats itself from here
 
 
@@ -43,7 +47,7 @@ class Refined:
     """N plans, with the pipeline's part played.
 
     Attributes:
-        parts: what the steps are spent on -> seconds of the busiest rank [N]; their sum is the step.
+        parts: what the steps are spent on -> seconds of the busiest rank [N]; they sum to a step.
         total_s: the steps [N].
         waits_s: time of the busiest pipeline rank in which it waits, of the whole step [N].
         is_played: whether the plan's schedule was played; others keep the formula [N].
@@ -78,43 +82,6 @@ def refine(
         for name, seconds in _of_busiest(row, stages, parts, float(waits_s[at])).items():
             new[name][at] = seconds
     return Refined(new, np.sum(list(new.values()), axis=0), waits_s, is_played)
-
-
-@dataclass(frozen=True)
-class LayerPasses:
-    """Seconds of one micro-batch on a mean layer.
-
-    Attributes:
-        forward_s, backward_s: of a forward and of a whole backward pass.
-        weight_s, input_s: of its two parts, where it is split: together they take longer than the
-            whole, as much as is computed again.
-    """
-
-    forward_s: float
-    backward_s: float
-    weight_s: float
-    input_s: float
-
-
-def layer_passes(method: str, row: Mapping[str, Any], each: Mapping[str, float]) -> LayerPasses:
-    """The passes of a layer from its parts.
-
-    The forward pass has a third of the compute (without weight gradients 0.47 of it: attention's
-    backward is 2.5 of its forward) and one of the passes of every exchange.
-
-    Args:
-        row: of the plan.
-        each: the parts of a step that belong to layers -> seconds of a micro-batch on one, with all
-            that is computed again.
-    """
-    split = float(split_frac(row["schedule"], row["pipeline"], row["num_micro"]))
-    is_full = float(row["recompute"] == RECOMPUTE.index("full"))
-    exchange_s = sum(each[name] for name in _EXCHANGES) / (2 + is_full * (1 + split))
-    forward_s = FORWARD_SHARE[method] * each["compute"] + exchange_s
-    again_s = each["recompute"] / (1 + split) + is_full * exchange_s
-    backward_s = sum(each[name] for name in OF_LAYERS) - split * again_s - forward_s
-    weight_s = each["compute"] / 3 * (method != "lora")
-    return LayerPasses(forward_s, backward_s, weight_s + again_s, backward_s - weight_s)
 
 
 @dataclass(frozen=True)
@@ -156,14 +123,10 @@ def _stages(
     pipeline, chunks = int(row["pipeline"]), _chunks(row)
     layers = cut(pipeline * chunks)
     holder = _order(SCHEDULES[row["schedule"]], chunks).rank_of_stage(pipeline)
-    fullest, last = stage_layers(shape.num_layers, pipeline, row["virtual"])
-    counted = float(last if parts["head"] > 0 else fullest)
+    counted = counted_layers(shape, row, parts)
     each = {name: parts[name] / row["num_micro"] / counted for name in OF_LAYERS}
     passes = layer_passes(plans.method, row, each)
-    head_s = parts["head"] / row["num_micro"]
-    if not head_s:  # the last rank is not the fullest, so the formula does not say
-        per_layer = shape.product_flops_per_token / shape.num_layers
-        head_s = each["compute"] * shape.head_flops_per_token * row["counted_frac"] / per_layer
+    head_s = head_seconds(shape, row, parts)
     share, weight_share = FORWARD_SHARE[plans.method], (plans.method != "lora") / 3
     is_last = np.zeros(len(layers))
     is_last[-1] = 1.0

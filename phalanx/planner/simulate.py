@@ -80,7 +80,11 @@ def _time_rows(report: Report, planned: Planned, trace: Trace, ranks: list[int])
     step_s = trace.end_s
     replicas = planned.program.mesh.degree("replicate") * planned.program.mesh.degree("shard")
     tokens = sum(planned.work.item_tokens) * replicas
-    report.add("step time", step_s, "s", "simulated", note=_priced(planned))
+    report.add("step time", step_s, "s", "simulated", note=planned.rates)
+    if planned.priced_s is not None:
+        note = "the formula of `phalanx plan` for this layout"
+        report.add("step time, as priced", planned.priced_s, "s", "formula", note=note)
+        report.add("played over priced", step_s / planned.priced_s, "1", "simulated")
     report.add("tokens of a step", tokens, "1", "formula")
     report.add("throughput", tokens / step_s if step_s else None, "tokens/s", "simulated")
     compute = trace.where(lane="compute")
@@ -95,12 +99,3 @@ def _byte_rows(report: Report, trace: Trace, ranks: list[int]) -> None:
         of_axis = trace.where(axis=axis)
         wire = [float(of_axis.where(rank=rank).columns["wire_bytes"].sum()) for rank in ranks]
         report.add(f"bytes sent on {axis}, busiest rank", max(wire), "bytes", "formula")
-
-
-def _priced(planned: Planned) -> str:
-    if hasattr(planned.cost, "seconds"):
-        return "seconds from the job's table of costs"
-    return (
-        f"rates of {planned.cluster.machine.title} as they stand, to compare orders and layouts; "
-        "`phalanx plan` prices programs, which reach less of them"
-    )
