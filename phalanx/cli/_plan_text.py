@@ -249,17 +249,19 @@ def _show_given(given: Given) -> None:
         verdict += f" into host memory ({host} a device)"
     elif sized.host_bytes:
         verdict += f" with {gib(sized.host_bytes)} of host memory a device"
+    taken = f"a step of {given.step_tokens:,} tokens" if given.has_other_batch else "a step"
     step = duration([s / 3600 for s in (given.plan.total_s, given.plan.low_s, given.plan.high_s)])
     paragraph(
-        f"{where} {verdict}, {sized.peak_bytes / GIBIBYTE:.1f} of {limit:.1f} GiB, a step takes "
+        f"{where} {verdict}, {sized.peak_bytes / GIBIBYTE:.1f} of {limit:.1f} GiB, {taken} takes "
         f"{step}: {sized.describe()}",
         hang=2,
     )
     if best is not None and given.changes:
-        less = 1 - best.total_s / given.plan.total_s
-        gain, changes = f"{100 * less:.0f} % less time", "; ".join(given.changes)
+        less, changes = given.gain_frac, "; ".join(given.changes)
+        gain = f"{100 * less:.0f} % less time{' a token' if given.has_other_batch else ''}"
         text = f"change {f'for {gain}' if given.fits else 'to fit'}: {changes}"
         if given.fits and less <= SAME_TIME_FRAC:
+            gain = f"{-100 * less:.0f} % more time" if less < 0 else gain
             text = f"nothing to change: no plan takes less time ({changes}: {gain})"
         paragraph(text, indent=2, hang=2)
 

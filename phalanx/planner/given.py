@@ -16,6 +16,7 @@ from phalanx.errors import PlanError
 from phalanx.planner.answers import Answer, PricedPlan, priced_plan
 from phalanx.planner.columns import Table
 from phalanx.planner.importers import ForeignPlan, changes, foreign_plans
+from phalanx.planner.importers.convert import step_rows
 from phalanx.planner.sized import sized_table
 from phalanx.planner.training import Training
 
@@ -28,11 +29,13 @@ class Given:
         answer: what the cluster can do.
         plan: priced; None where it cannot be laid on the cluster.
         changes: from it to the best plan, in words; or why it cannot be laid there.
+        step_tokens: of its step, which grows with the devices where a file says what each computes.
     """
 
     answer: Answer
     plan: PricedPlan | None
     changes: tuple[str, ...]
+    step_tokens: int = 0
 
     @property
     def fits(self) -> bool:
@@ -42,6 +45,19 @@ class Given:
             and self.plan.sized.peak_bytes <= self.answer.limit_bytes
             and self.plan.sized.host_bytes <= self.host_limit_bytes
         )
+
+    @property
+    def has_other_batch(self) -> bool:
+        """Whether its step has other tokens than the job's, and so than the best plan's."""
+        return self.step_tokens != self.answer.training.batch_tokens
+
+    @property
+    def gain_frac(self) -> float:
+        """Share of its time for a token that the best plan saves."""
+        if self.plan is None or self.answer.best is None:
+            return 0.0
+        times = self.step_tokens / self.answer.training.batch_tokens
+        return 1.0 - times * self.answer.best.total_s / self.plan.total_s
 
     @property
     def host_limit_bytes(self) -> float:
@@ -56,6 +72,7 @@ class Given:
         if self.plan is not None:
             sized = self.plan.sized
             table |= {"words": sized.describe(), "columns": dict(sized.row)}
+            table |= {"step_tokens": self.step_tokens, "gain_frac": self.gain_frac}
             table |= {"step_s": self.plan.total_s, "least_s": self.plan.low_s}
             table |= {"most_s": self.plan.high_s, "peak_bytes": sized.peak_bytes}
             table |= {"host_state_bytes": sized.host_bytes}
@@ -80,7 +97,8 @@ def given_plan(foreign: ForeignPlan, answer: Answer) -> Given:
     if foreign.offloads_weights:
         priced = _with_weights_away(priced)
         best = (*best, "weights in host memory yes -> no") if answer.best is not None else ()
-    return Given(answer, priced, best)
+    tokens = step_rows(foreign, cluster.num_devices) * (foreign.row_tokens or training.seq_tokens)
+    return Given(answer, priced, best, tokens or training.batch_tokens)
 
 
 def _with_weights_away(plan: PricedPlan) -> PricedPlan:

@@ -120,11 +120,33 @@ def test_host_memory_has_a_limit_too():
     assert given.plan.sized.host_bytes > given.host_limit_bytes == 2**20 and not given.fits
 
 
+def test_plans_of_other_batches_are_compared_by_the_token(tmp_path):
+    """A file says what a device computes: on twice the devices a step has twice the tokens."""
+    text = (
+        "base_model: llama-3.1-8b\nsequence_len: 4096\nmicro_batch_size: 2\n"
+        "gradient_accumulation_steps: 4\ngradient_checkpointing: true\nfsdp_version: 2\n"
+        "fsdp_config:\n  reshard_after_forward: true\n"
+    )
+    both = [_priced(tmp_path, text, on) for on in ("8xh100,16xh100", "16xh100,8xh100")]
+    tokens = 2 * 4 * 4096
+    for given in both:
+        number = given.answer.asked.cluster.num_devices
+        assert given.answer.training.batch_tokens == given.step_tokens == number * tokens
+    first, second = _all_priced(tmp_path, text, "8xh100,16xh100")
+    assert not first.has_other_batch and second.has_other_batch
+    assert second.step_tokens == 2 * first.step_tokens
+    assert second.gain_frac == pytest.approx(both[1].gain_frac, abs=0.05)
+
+
 def _priced(folder, text, on="2xrtx4090"):
+    return _all_priced(folder, text, on)[0]
+
+
+def _all_priced(folder, text, on):
     file = folder / "axolotl.yaml"
     file.write_text(text)
     asked = Asked("", "", "", on, [])
     asked.method(None, False, "")
     asked.read(str(file))
     question = asked.question(precision="", base_bits=0, software="")
-    return price_job(asked.job(), question).given[0]
+    return price_job(asked.job(), question).given
