@@ -38,7 +38,7 @@ _MIX = 4.0  # order of the mean of device and host
 _REPEATED_LAUNCHES = 0.3  # of a layer's, under selective recomputation
 _OPTIMIZER_BYTES = 30  # AdamW in float32: reads 4 values, writes 3 and the 16-bit weight
 _GRADIENT_BYTES = 8  # of the whole gradient: cleared, and read for its norm
-_HOST_LINK_BYTES_PER_S = 25e9  # assumption: PCIe 4.0 x16, what offloaded moments cross
+HOST_LINK_BYTES_PER_S = 25e9  # assumption: PCIe 4.0 x16, what offloaded moments cross
 _FULL, _SELECTIVE = RECOMPUTE.index("full"), RECOMPUTE.index("selective")
 
 
@@ -271,4 +271,4 @@ def _optimizer(work: StepWork, speeds: Speeds, rates: StepEfficiency) -> Any:
     plan = work.plan
     here = plan["updated"] * _OPTIMIZER_BYTES + plan["held"] * _GRADIENT_BYTES
     away = plan["updated"] * plan["offload"] * _OPTIMIZER_BYTES
-    return rates.optimizer * here / speeds.memory_bytes_per_s + away / _HOST_LINK_BYTES_PER_S
+    return rates.optimizer * here / speeds.memory_bytes_per_s + away / HOST_LINK_BYTES_PER_S

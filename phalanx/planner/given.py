@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from phalanx.cost.training_plans import COLUMNS, TrainingPlans
-from phalanx.cost.training_price import _HOST_LINK_BYTES_PER_S as HOST_LINK_BYTES_PER_S
+from phalanx.cost.training_price import HOST_LINK_BYTES_PER_S
 from phalanx.cost.training_step import training_step
 from phalanx.errors import PlanError
 from phalanx.planner.answers import Answer, PricedPlan, priced_plan
