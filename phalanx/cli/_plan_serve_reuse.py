@@ -48,8 +48,8 @@ def reuse_table(answer: ServeAnswer, question: ServeQuestion) -> dict[str, Any] 
     """For machines; None where no prompt is known to begin like another."""
     if not question.names_prefixes or answer.best is None:
         return None
-    found: dict[str, Any] = {"on": question.reuses_prefixes}
     before = answer.without_reuse
+    found: dict[str, Any] = {"on": before is not None}
     if before is None or before.best is None:
         return found
     found["formula_frac"] = answer.reused_tokens / question.prompt_tokens

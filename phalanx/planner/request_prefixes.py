@@ -39,13 +39,18 @@ class Prefixes:
         Keys are small integers from 0 on; equal keys are equal tokens up to the block's end.
         """
         _, chains = np.unique(self.chains, return_inverse=True)
-        blocks_per_id = -(-self.block_tokens // size)
+        ids = [chains[at:to] for at, to in zip(self.starts, self.starts[1:])]
+        starts = np.arange(max((len(its) for its in ids), default=0) + 1) * self.block_tokens
+        most = np.zeros(int(chains.max(initial=-1)) + 1, dtype=np.int64)  # blocks of each chain
+        for its, tokens in zip(ids, prompt_tokens.tolist()):
+            ends = np.minimum(starts[: len(its) + 1], tokens) // size
+            most[its] = np.maximum(most[its], np.diff(ends))
+        before = np.cumsum(most) - most
         found = []
-        for at, tokens in enumerate(prompt_tokens.tolist()):
-            its = chains[self.starts[at] : self.starts[at + 1]]
+        for its, tokens in zip(ids, prompt_tokens.tolist()):
             block = np.arange(min(len(its) * self.block_tokens, tokens) // size)
             last = (block * size + size - 1) // self.block_tokens  # id that its last token is in
-            found.append(its[last] * blocks_per_id + block - last * self.block_tokens // size)
+            found.append(before[its[last]] + block - starts[last] // size)
         return found
 
 

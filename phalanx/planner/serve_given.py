@@ -81,6 +81,8 @@ def given_server(
         return GivenServer(answer=None, changes=(error.sentence(),), unpriced=unpriced)
     other = best.best.degrees if best.best is not None else {}
     changes = _changes(only, other)
+    if question.names_prefixes and question.reuses_prefixes and not reuses:
+        changes += ("prefix cache off -> on",)
     return GivenServer(answer=answer, changes=changes, unpriced=unpriced, started=started)
 
 
@@ -107,7 +109,8 @@ def server_of(model: str, answer: ServeAnswer, question: ServeQuestion) -> Forei
     is_mixture = max(degrees["expert"], degrees["attention_dp"]) > 1
     data = degrees["attention_dp"] if is_mixture else best.replicas
     bits = {"fp8": 8, "int8": 8, "fp4": 4, "mxfp4": 4, "int4": 4}.get(question.precision, 16)
-    products = question.precision if question.precision in ("fp8", "fp4", "fp16") else "bf16"
+    is_own = question.precision in ("fp8", "fp4", "fp16")
+    products = question.precision if is_own else answer.asked.cluster.machine.half
     return ForeignPlan(
         kind="phalanx",
         role="serve",

@@ -1,4 +1,5 @@
-"""What would serve a load that a cluster does not: fewer bits, more devices, longer promises."""
+"""What would serve a load that a cluster does not: a prefix cache, fewer bits, more devices, longer
+promises."""
 
 from __future__ import annotations
 
@@ -19,6 +20,9 @@ def nearest_that_serve(
 ) -> list[str]:
     """Up to three changes with which this kind of device serves what is asked."""
     found = []
+    if question.names_prefixes and not question.reuses_prefixes:
+        if _serves(shape, asked, replace(question, reuses_prefixes=True)):
+            found.append(f"a prefix cache on {asked.text}")
     for precision in ("fp8", "fp4"):
         if WEIGHT_BYTES[precision] < WEIGHT_BYTES[question.precision]:
             if _serves(shape, asked, replace(question, precision=precision)):

@@ -76,7 +76,7 @@ def test_blocks_are_the_same_where_all_tokens_up_to_their_end_are(ids, block_tok
         tokens = [(place, tuple(its[: place // block_tokens + 1])) for place in range(named)]
         for block, key in enumerate(keys[at].tolist()):
             assert texts.setdefault(tuple(tokens[: block * 16 + 16]), key) == key
-    assert len(set(texts.values())) == len(texts)
+    assert sorted(set(texts.values())) == list(range(len(texts)))  # small, however long the ids
 
 
 def test_engines_that_take_turns_keep_their_own_prefixes():

@@ -13,16 +13,19 @@ from hypothesis import strategies as st
 from phalanx.cli.app import run
 from phalanx.cost.serving_efficiency import serving_efficiency
 from phalanx.cost.serving_plans import serving_plans
+from phalanx.cost.serving_steady import Loads, prompt_times
 from phalanx.hardware import parse_cluster
 from phalanx.models.known import known_shape
 from phalanx.planner.clusters import asked_clusters
 from phalanx.planner.importers import read_foreign
 from phalanx.planner.request_prefixes import prefixes_of
 from phalanx.planner.request_trace import RequestTrace, poisson
-from phalanx.planner.serve_events import play_requests
+from phalanx.planner.serve_events import StepPrices, play_requests
 from phalanx.planner.serve_given import given_server, server_of
+from phalanx.planner.serve_nearest import nearest_that_serve
 from phalanx.planner.serve_plan import ServeQuestion, serve_answer
 from phalanx.planner.serve_reuse import found_again
+from phalanx.policies.serve import BatchPlan
 
 SHAPE = known_shape("llama-3.1-8b")
 PLAN = serving_plans(SHAPE, parse_cluster("8xh100").machine, precision="fp8")
@@ -76,6 +79,18 @@ def test_a_pool_that_is_too_small_forgets():
     assert found_again(turns, engines=8, room_tokens=2016.0) == pytest.approx(32 / 40 * 1984)
 
 
+def test_played_prompts_with_a_cached_prefix_cost_what_the_formula_says():
+    """Within interpolation and the weights' reading, which a chunk is played beside its products."""
+    prices, one = StepPrices(PLAN, RATES, most_rows=256, longest=16384), np.ones(1)
+    for tokens, cached in ((8192, 0), (8192, 2048), (8192, 7680), (8192, 8176), (1024, 960)):
+        lengths = {"prompt_tokens": tokens * one, "reused_tokens": cached * one}
+        loads = Loads(answer_tokens=9 * one, concurrency=one, **lengths)
+        formula_s = float(prompt_times(PLAN, loads, RATES, one)[0][0])
+        assert prices.rest_s(tokens, cached) == pytest.approx(formula_s, rel=0.15)
+        chunk = BatchPlan([0], [tokens - cached], [cached], [0], [-1], [-1])
+        assert prices.batch_s(chunk) == pytest.approx(prices.rest_s(tokens, cached))
+
+
 # ---- formulas ----------------------------------------------------------------------------------
 
 
@@ -107,6 +122,15 @@ def test_a_load_that_shares_takes_fewer_engines():
     question = replace(QUESTION, shared_tokens=1800, rate_per_s=100.0)
     answer = ask(question, "8xh100")
     assert answer.engines_for(100.0) < answer.without_reuse.engines_for(100.0)
+
+
+def test_the_nearest_change_is_a_cache_that_was_switched_off():
+    (asked,) = asked_clusters("1xh100")
+    with_cache = ask(replace(QUESTION, shared_tokens=1800))
+    rate = (with_cache.best.knee_per_s + with_cache.without_reuse.best.knee_per_s) / 2
+    off = replace(QUESTION, shared_tokens=1800, rate_per_s=rate, reuses_prefixes=False)
+    assert not ask(off).fits
+    assert nearest_that_serve(SHAPE, asked, off)[0] == "a prefix cache on 1xh100"
 
 
 # ---- the verb ----------------------------------------------------------------------------------
@@ -184,5 +208,6 @@ def test_a_server_without_a_prefix_cache_is_priced_and_written_without(tmp_path)
         path.write_text(f"vllm serve meta-llama/Llama-3.1-8B{flag}\n")
         server = given_server(read_foreign(str(path)), SHAPE, asked, question, best)
         assert (server.answer.without_reuse is not None) == reuses
+        assert ("prefix cache off -> on" in server.changes) != reuses
     assert server_of("m", best, question).caches_prefixes is None
     assert server_of("m", best, replace(question, reuses_prefixes=False)).caches_prefixes is False
