@@ -75,3 +75,21 @@ def test_a_file_without_a_batch_is_compared_on_the_batch_of_the_best_plan(folder
         assert f"batches of {rows} rows" in capsys.readouterr().out
     assert plan(*words, "--global-tokens", "40960") == 0
     assert "no multiple of 8 data ranks" in capsys.readouterr().out
+
+
+def test_a_device_without_bf16_gets_files_in_fp16_and_the_plan_says_so(folder, capsys):
+    words = ("llama-3.1-8b", "--lora", "16", "--seq", "1024", "--global-tokens", "64k")
+    assert plan(*words, "--on", "4xT4", "--emit", "trl:old") == 0
+    assert "4xT4 has no bf16 units" in " ".join(capsys.readouterr().out.split())
+    assert "mixed_precision: fp16" in (folder / "old/accelerate.yaml").read_text()
+    assert plan(*words, "--on", "4xA10", "--emit", "trl:new") == 0
+    assert "no bf16" not in capsys.readouterr().out
+    assert "mixed_precision: bf16" in (folder / "new/accelerate.yaml").read_text()
+
+
+@pytest.mark.parametrize(("on", "dtype"), [("4xT4", "float16"), ("4xA10", "bfloat16")])
+def test_a_server_is_started_in_the_format_that_its_devices_multiply(folder, on, dtype):
+    words = ("llama-3.1-8b", "--serve", "--rate", "1", "--prompt", "500", "--answer", "100")
+    assert plan(*words, "--on", on, "--emit", "vllm:out") == 0
+    text = "\n".join(path.read_text() for path in (folder / "out").iterdir())
+    assert dtype in text
