@@ -24,27 +24,19 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
 
 import numpy as np
 
 from phalanx.action import Collective, Compute, Move, Program, Send
 from phalanx.cost.base import CostModel
 from phalanx.cost.model_shape import ModelShape
-from phalanx.cost.training_bubble import bubble_micro_batches, split_frac
-from phalanx.cost.training_passes import (
-    OF_LAYERS,
-    counted_layers,
-    head_seconds,
-    layer_passes,
-)
-from phalanx.cost.training_plans import CONTEXT_KINDS, RECOMPUTE, TrainingPlans
+from phalanx.cost.training_passes import PassPrices, layer_passes
+from phalanx.cost.training_plans import TrainingPlans
 from phalanx.cost.training_step import StepTimes, StepWires
-from phalanx.workload import Block, StepWork
+from phalanx.workload import StepWork
 
 _LAYER_OPS = ("attention", "mlp")
 _PHASES = ("F", "B", "I", "W")
-_RING = CONTEXT_KINDS.index("ring")
 Kind = tuple[str, str]  # axis, and what is exchanged on it
 
 
@@ -135,51 +127,26 @@ def fitted_cost(
         plan: a table of one row; times, wires: its price.
         machine: prices each exchange in proportion to others of its kind.
     """
-    row = {name: column[0] for name, column in plan.columns().items()}
-    parts = {name: float(column[0]) for name, column in times.parts.items()}
+    priced = PassPrices.of(shape, plan, times, wires)
     table = _Exchanges(step.program, machine)
-    layers, micro = shape.num_layers, step.work.num_items
-    each = {
-        name: parts[name] / float(row["num_micro"]) / counted_layers(shape, row, parts)
-        for name in OF_LAYERS
-    }
-    once_s = min(wires.step_s, parts["overhead"])
-    each["overhead"] -= each["overhead"] * once_s / max(parts["overhead"], 1e-30)
-    factors: dict[Kind, float] = {}
-    is_full = float(row["recompute"] == RECOMPUTE.index("full"))
-    split = float(split_frac(row["schedule"], row["pipeline"], row["num_micro"]))
-    times_back = 1 + is_full * (1 + split)
-    tensor_s = {"F": each["tensor"] / (1 + times_back)}
-    tensor_s["B"] = times_back * tensor_s["F"]
+    count = shape.num_layers * step.work.num_items
+    each, factors = priced.each(), dict[Kind, float]()
     if table.has(step.tensor):
-        for phase, seconds in tensor_s.items():
-            factors |= table.factors(step.tensor, phase, layers * micro * seconds)
+        for phase, seconds in priced.tensor_s().items():
+            factors |= table.factors(step.tensor, phase, count * seconds)
         each["tensor"] = 0.0
     if table.has(step.context):
-        context_s = each["context"]
-        if int(row["context_kind"]) == _RING:
-            context_s = _hidden_s(float(wires.context_s[0]), context_s, wires.slowdown)
-        else:
-            each["context"] = 0.0
-        factors |= table.factors(step.context, "FB", layers * micro * context_s)
-    stalls = row["zero"] == 3
-    if stalls:
-        each["overhead"] += (
-            parts["data"] / float(row["num_micro"]) / counted_layers(shape, row, parts)
-        )
-    factors |= _data_factors(table, row, parts["data"], wires, {*step.tensor, *step.context})
-    idle = bubble_micro_batches(row["schedule"], row["pipeline"], row["virtual"], row["num_micro"])
-    messages = 2 * float(row["virtual"]) * (float(row["num_micro"]) + float(idle))
+        factors |= table.factors(step.context, "FB", count * priced.context_lane_s())
+        each["context"] *= priced.is_ring
+    factors |= _data_factors(table, priced, {*step.tensor, *step.context})
+    updates = [action.flops for action in _computes(step) if _is_update(action)]
     sends = [a.payload_bytes for a in chain(*step.program.lists) if isinstance(a, Send)]
-    head_s = head_seconds(shape, row, parts)
     return FittedCost(
-        token_s=_token_seconds(step, plan.method, row, each, head_s),
-        update_s=parts["optimizer"],
-        once_s=once_s + (0.0 if stalls else parts["data"]),
-        most_flops=max(
-            (action.flops for action in _computes(step) if _is_update(action)), default=0.0
-        ),
-        message_s=parts["pipeline"] / messages,
+        token_s=_token_seconds(step, plan.method, priced, each),
+        update_s=priced.parts["optimizer"],
+        once_s=priced.once_s + (0.0 if priced.gathers_always else priced.parts["data"]),
+        most_flops=max(updates, default=0.0),
+        message_s=priced.message_s(),
         message_bytes=float(np.mean(sends)) if sends else 1.0,
         factors=factors,
         machine=machine,
@@ -192,11 +159,6 @@ def _computes(step: PlayedStep) -> Iterator[Compute]:
 
 def _is_update(action: Compute) -> bool:
     return action.op == "optimizer"
-
-
-def _hidden_s(wire_s: float, exposed_s: float, slowdown: float) -> float:
-    """Of an exchange, the seconds that run beside computing: exposed = wire - hidden (1 - slow)."""
-    return max(0.0, (wire_s - exposed_s) / (1 - slowdown))
 
 
 class _Exchanges:
@@ -242,36 +204,24 @@ class _Exchanges:
 
 
 def _data_factors(
-    table: _Exchanges,
-    row: Mapping[str, Any],
-    exposed_s: float,
-    wires: StepWires,
-    others: Collection[str],
+    table: _Exchanges, priced: PassPrices, others: Collection[str]
 ) -> dict[Kind, float]:
-    """Of weights that are gathered and gradients that are reduced: a step's priced seconds on the
-    links, as far as they run beside computing, whatever number of times each is exchanged."""
-    gather_s, reduce_s = float(wires.gather_s[0]), float(wires.reduce_s[0])
-    micro = float(row["num_micro"])
-    gathers = micro * (2 - min(1, row["keeps_gathered"])) if row["zero"] == 3 else 1.0
-    wire_s = gathers * gather_s + (micro if row["zero"] >= 2 else 1.0) * reduce_s
-    hidden = _hidden_s(wire_s, exposed_s, wires.slowdown) / wire_s if wire_s else 0.0
+    """Of weights that are gathered and gradients that are reduced: the price's seconds on the links
+    for once, as far as they run beside computing; the program says how often."""
+    wires, hidden = priced.wires, priced.data_hidden()
     found: dict[Kind, float] = {}
-    for what, seconds in (("gather", gather_s), ("reduce", reduce_s)):
+    for what, seconds in (("gather", wires.gather_s), ("reduce", wires.reduce_s)):
         kinds = [kind for kind in table.kinds() if kind[1] == what and kind[0] not in others]
         own_s = table.once_s(kinds)
-        found |= {kind: hidden * seconds / own_s for kind in kinds} if own_s else {}
+        found |= {kind: hidden * float(seconds[0]) / own_s for kind in kinds} if own_s else {}
     return found
 
 
 def _token_seconds(
-    step: PlayedStep,
-    method: str,
-    row: Mapping[str, Any],
-    each: Mapping[str, float],
-    head_s: float,
+    step: PlayedStep, method: str, priced: PassPrices, each: Mapping[str, float]
 ) -> dict[tuple[str | int, str], float]:
     """Seconds of a token in every module that a compute of the program may name."""
-    passes = layer_passes(method, row, each)
+    passes = layer_passes(method, priced.row, each)
     layer_s = {"F": passes.forward_s, "B": passes.backward_s}
     layer_s |= {"W": passes.weight_s, "I": passes.input_s}
     blocks = [block for unit in step.work.units for block in unit.blocks]
@@ -284,18 +234,16 @@ def _token_seconds(
     found: dict[tuple[str | int, str], float] = {}
     for phase in _PHASES:
         of_layer = sum(block.pass_flops_per_token(phase) for block in layers) / num_layers
-
-        def seconds(block: Block) -> float:
-            flops = block.pass_flops_per_token(phase)  # noqa: B023 - called within this turn
-            if block.op in _LAYER_OPS:
-                return layer_s[phase] * flops / of_layer / mean  # noqa: B023
-            return head_s * flops / of_ends / mean
-
-        of_unit = {
-            unit.name: sum(seconds(block) for block in unit.blocks) for unit in step.work.units
+        flop_s = {True: layer_s[phase] / of_layer / mean, False: priced.head_s / of_ends / mean}
+        of_block = {
+            block.name: flop_s[block.op in _LAYER_OPS] * block.pass_flops_per_token(phase)
+            for block in blocks
         }
-        found |= {(name, phase): total for name, total in of_unit.items()}
-        found |= {(block.name, phase): seconds(block) for block in blocks}
+        of_unit = {
+            unit.name: sum(of_block[block.name] for block in unit.blocks)
+            for unit in step.work.units
+        }
+        found |= {(name, phase): seconds for name, seconds in (of_unit | of_block).items()}
         for stage, units in enumerate(step.stages):
             found[stage, phase] = sum(of_unit[name] for name in units)
     return found

@@ -7,21 +7,28 @@ its documents, in tokens. No torch.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from phalanx.cost.training_plans import RECOMPUTE, SCHEDULES, TrainingPlans
+from phalanx.cost.training_plans import TrainingPlans
 from phalanx.errors import JobError, shown
 from phalanx.hardware import Cluster, parse_cluster
 from phalanx.job import Job
+from phalanx.layout.stage_split import job_stages
+from phalanx.models.adapter_folder import lora_of
+from phalanx.planner.cuts import Cut, equal_cut
 from phalanx.planner.make import mesh_of, policy_tables
-from phalanx.planner.models import priced_model
+from phalanx.planner.models import PricedModel, priced_model
 from phalanx.planner.refined import PLAYED, DocumentStep, play_documents
 from phalanx.planner.step_picture import PassSpan
-from phalanx.policy import Spec
+from phalanx.planner.written import layout_columns, schedule_of, written_plan
+from phalanx.policy import Order, Spec
 from phalanx.registry import build
 from phalanx.report import Report
 from phalanx.strict import read_value
@@ -104,61 +111,67 @@ def simulate_documents(job: Job, documents: Documents, on: str = "") -> Simulate
     Raises:
         JobError: from the job's plan; `job/bad-value` for documents of another number of ranks, a
             schedule without an order, or axes that the plan's policies leave unused.
+        PlanError: from `layout.stage_split.job_stages`.
     """
     cluster = parse_cluster(on or job.plan.on)
     if not documents or not documents[0]:
         rule = "needs a line per data rank, each with a micro-batch at least"
         raise JobError("job/bad-value", "documents", len(documents), rule)
-    plan = _plan(job, cluster, documents)
-    shape = priced_model(job).sizes
-    step = play_documents(shape, plan, cluster.machine, documents)
+    model = priced_model(job)
+    plan = _plan(job, cluster, model, documents)
+    cut = _cut(job, model, int(plan.pipeline))
+    step = play_documents(model.sizes, plan, cluster.machine, documents, cut)
     report = Report(f"{job.name} on {cluster}, documents of {len(documents)} data ranks")
     _add_rows(report, step, documents, cluster)
     return SimulatedDocuments(report, step, job.name)
 
 
-def _plan(job: Job, cluster: Cluster, documents: Documents) -> TrainingPlans:
+def _plan(job: Job, cluster: Cluster, model: PricedModel, documents: Documents) -> TrainingPlans:
     """The job's plan as a row of the table that prices read."""
     mesh = mesh_of(job, cluster.num_devices)
-    order, spec_tables = policy_tables(job, mesh)
-    specs: list[Spec] = [
-        build(str(table["family"]), {k: v for k, v in table.items() if k != "family"}, "plan")
-        for table in spec_tables
-    ]
-    degree = {"pipeline": mesh.degree("pp"), "data": 1, "tensor": 1, "context": 1, "shard": 1}
-    for spec in specs:
-        degree[spec.family] *= mesh.degree(spec.axis)
-        if spec.policy_name == "fsdp":
-            degree["shard"] *= mesh.degree(spec.axis)
-    used = degree["pipeline"] * degree["data"] * degree["tensor"] * degree["context"]
+    order_table, spec_tables = policy_tables(job, mesh)
+    specs: list[Spec] = [_built(table) for table in spec_tables]
+    order: Order = _built(order_table)
+    if mesh.degree("pp") > 1 and schedule_of(order) not in PLAYED:
+        rule = "this schedule has no order to play"
+        raise JobError("job/bad-value", "plan.pipeline", order_table["name"], rule, legal=PLAYED)
+    shape = model.sizes
+    has_experts = any(layer.feed_forward.num_experts for layer in shape.layers)
+    layout = layout_columns(mesh, order, specs, has_experts=has_experts)
+    used = prod(layout[family] for family in ("pipeline", "data", "tensor", "context"))
     if used != mesh.size:
         rule = f"policies of this plan use {used} of {mesh.size} devices; name one for each axis"
         raise JobError("job/bad-value", "plan.mesh", str(mesh), rule, legal=[used])
-    if order["name"] not in PLAYED:
-        rule = "this schedule has no order to play"
-        raise JobError("job/bad-value", "plan.pipeline", order["name"], rule, legal=PLAYED)
-    columns: dict[str, Any] = {
-        **degree,
-        "zero": 3 if degree["shard"] > 1 else 0,
-        "virtual": order.get("virtual", 2) if order["name"] == "interleaved" else 1,
-        "schedule": SCHEDULES.index(order["name"]),
-        "num_micro": len(documents[0]),
-        "row_tokens": max(1, *(sum(lengths) for rank in documents for lengths in rank)),
-        "recompute": RECOMPUTE.index(job.plan.recompute),
-        "sequence_parallel": int(any(getattr(s, "sequence_parallel", False) for s in specs)),
-    }
-    is_lora = job.train.method == "lora"
-    return TrainingPlans(
-        **columns,
-        method=job.train.method,
-        lora_rank=job.train.lora_rank if is_lora else 0,
-        software="maxtext" if cluster.machine.cores_per_device else "torch",
-    )
+    longest = max(1, *(sum(lengths) for rank in documents for lengths in rank))
+    rows = {"row_tokens": longest, "num_micro": len(documents[0])}
+    return written_plan(job, cluster.machine, shape, layout, rows, model.config)
+
+
+def _built(table: Mapping[str, Any]) -> Any:
+    options = {name: value for name, value in table.items() if name != "family"}
+    return build(str(table["family"]), options, f"plan.{table['family']}")
+
+
+def _cut(job: Job, model: PricedModel, num_ranks: int) -> Cut:
+    """The stages that training would run; equal ones of a model that it does not."""
+    config, given = model.config, job.plan.stages
+    if config is None:
+        if given:
+            rule = f"the operators of {model.name} are not known, so its stages are equal"
+            raise JobError("job/bad-value", "plan.stages", list(given), rule, legal=[[]])
+        return partial(equal_cut, model.sizes.num_layers)
+    lora = lora_of(job, config)
+
+    def trained(chunks: int) -> np.ndarray:
+        stages = job_stages(config, chunks, num_ranks, given, lora=lora)
+        return np.array([stage.stop - stage.start for stage in stages])
+
+    return trained
 
 
 def _add_rows(report: Report, step: DocumentStep, documents: Documents, cluster: Cluster) -> None:
     tokens = sum(sum(lengths) for rank in documents for lengths in rank)
-    note = f"rates of {cluster.machine.title}"
+    note = f"rates of {cluster.machine.title}, fitted to published runs as `phalanx plan` has them"
     report.add("step time", step.step_s, "s", "simulated", note=note)
     report.add("tokens of a step", tokens, "1", "formula")
     report.add("throughput", tokens / step.step_s, "tokens/s", "simulated")
