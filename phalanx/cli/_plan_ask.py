@@ -19,6 +19,7 @@ from phalanx.planner.importers import (
     with_step_rows,
 )
 from phalanx.planner.question import Question, dollars_of, row_count, total_count
+from phalanx.units import parse_quantity
 
 _BATCH = "train.global_batch_tokens"
 
@@ -47,6 +48,9 @@ class Asked:
             rule = f"the model is named twice: --model says {model}"
             raise JobError("job/syntax", "arguments", target, rule)
         self._arguments, self._on = list(arguments), on
+        if on and "plan.on" in parse_flags(self._arguments):
+            rule = f"is given twice: a short flag says {on}"
+            raise JobError("job/syntax", "--plan.on", parse_flags(arguments)["plan.on"], rule)
         self._keys: dict[str, Any] = {
             "model.name": model if self._file else model or target,
             "data.source": data,
@@ -73,7 +77,14 @@ class Asked:
             self._keys["train.method"] = "pretrain"
 
     def limits(self, deadline: str, budget: str) -> None:
-        """Of the whole job."""
+        """Of the whole job.
+
+        Raises:
+            JobError: `job/bad-value` for no time and no money.
+        """
+        if deadline and parse_quantity(deadline, "s", "--deadline") <= 0:
+            rule = "must be above 0; without it no time is too long"
+            raise JobError("job/bad-value", "--deadline", deadline, rule, legal=["12h"])
         self._keys["limits.time_s"] = deadline
         self._asks["sizes"] = bool(deadline or budget)
         if budget:
@@ -83,8 +94,16 @@ class Asked:
         """Of one length, and the tokens of a step and of the run.
 
         Raises:
-            JobError: `job/syntax` where a data file is named too.
+            JobError: `job/syntax` where a data file is named too, and where two flags say how long
+                the job is.
         """
+        own = parse_flags(self._arguments)
+        if tokens and "train.steps" in own:
+            rule = f"contradict each other: the length of the job, {tokens} or {own['train.steps']}"
+            raise JobError("job/syntax", "--tokens, --train.steps", None, rule)
+        if seq and "train.epochs" in own:
+            rule = "counts passes over a data file; with --seq say --tokens or --train.steps"
+            raise JobError("job/syntax", "--train.epochs", own["train.epochs"], rule)
         if seq and self._keys["data.source"]:
             source = self._keys["data.source"]
             rule = f"contradict each other: rows come from {source}, or all have one length"

@@ -161,11 +161,14 @@ def _require_read(training: Training, model: str, asks: Question) -> None:
     if asks.software and asks.software.partition(":")[0] not in families:
         rule = "no such program is priced"
         raise JobError("registry/unknown", "--software", asks.software, rule, legal=families)
-    if asks.expert_imbalance != 1.0 and not training.shape.expert_params:
+    most = max(layer.feed_forward.num_experts for layer in training.shape.layers)
+    if not 1 <= asks.expert_imbalance <= max(most, 1):
         rule = f"{model} has no experts"
-        raise JobError(
-            "job/bad-value", "--expert-imbalance", asks.expert_imbalance, rule, legal=[1]
-        )
+        if most:
+            rule = f"{model} has {most} experts: the busiest takes no more than all, {most} means"
+        legal = sorted({1, max(most, 1)})
+        where = "--expert-imbalance"
+        raise JobError("job/bad-value", where, asks.expert_imbalance, rule, legal=legal)
 
 
 def _training(

@@ -14,6 +14,7 @@ LARGEST = ("context", "micro-batch")
 BASE_BITS = (16, 8, 4)
 PRECISIONS = ("bf16", "fp16", "fp8", "fp4")
 _COUNT = re.compile(r"\s*(\d[\d_]*(?:\.\d+)?)\s*([kKM]?)\s*")
+_MOST_TOKENS = 1e18
 _BINARY = {"": 1, "k": 1024, "K": 1024, "M": 1024**2}
 
 
@@ -92,8 +93,9 @@ def total_count(text: str) -> float:
         JobError: as `parse_quantity`, and `job/bad-value` for less than one.
     """
     value = parse_quantity(text, "tokens", "--tokens")
-    if not (isfinite(value) and value >= 1):
-        raise JobError("job/bad-value", "--tokens", shown(text), "must be at least 1", legal=["1T"])
+    if not 1 <= value <= _MOST_TOKENS:
+        rule = f"must be from 1 to {_MOST_TOKENS:g}"
+        raise JobError("job/bad-value", "--tokens", shown(text), rule, legal=["15T"])
     return value
 
 

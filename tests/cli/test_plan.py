@@ -281,7 +281,7 @@ def test_the_best_plan_is_written_for_other_programs(tmp_path, capsys):
         (["--seq", "5000"], "1050000, 1045000"),
         (["--seq", "0"], "above 0"),
         (["--seq", "-4"], "above 0"),
-        (["--seq", "4k", "--tokens", "0"], "at least 1"),
+        (["--seq", "4k", "--tokens", "0"], "from 1 to"),
         (["--seq", "4k", "--global-tokens", "1.5"], "whole number"),
         (["--seq", "4k", "--data", "x.jsonl"], "contradict"),
         (["--seq", "4k", "--deadline", "12h"], "--tokens"),

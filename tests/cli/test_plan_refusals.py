@@ -52,11 +52,24 @@ def test_a_training_configuration_is_no_server(tmp_path, capsys):
         (("--plan.mesh.tp", "16"), "multiplies to 16 devices"),
         (("--expert-imbalance", "2"), "has no experts"),
         (("--software", "foo"), "megatron"),
+        (("--deadline", "0s", "--tokens", "1B"), "must be above 0"),
+        (("--tokens", "1e30"), "from 1 to 1e+18"),
+        (("--tokens", "1B", "--train.steps", "10"), "contradict each other"),
+        (("--train.epochs", "3"), "passes over a data file"),
+        (("--plan.on", "2xh100"), "is given twice"),
     ],
 )
 def test_what_is_asked_of_a_part_that_the_job_lacks_is_refused(capsys, words, says):
     assert plan("qwen3-8b", *ROWS, *words) == 2
     assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("imbalance", ["129", "1e9", "0.5", "nan"])
+def test_no_expert_takes_more_than_all_tokens(capsys, imbalance):
+    words = ("--lora", "8", "--seq", "1024", "--global-tokens", "8k", "--on", "8xh100")
+    assert plan("qwen3-30b-a3b", *words, "--expert-imbalance", imbalance) == 2
+    assert "--expert-imbalance" in capsys.readouterr().err
+    assert plan("qwen3-30b-a3b", *words, "--expert-imbalance", "1.3") == 0
 
 
 @pytest.mark.parametrize("longest", ["40k", "trace.csv"])
