@@ -204,9 +204,13 @@ class _Rank:
 
 def _read(stream, on_line: Callable[[str], None] | None) -> None:
     with stream:
-        for line in stream:
-            if on_line is not None:
-                on_line(line.rstrip("\n"))
+        try:
+            for line in stream:
+                if on_line is not None:
+                    on_line(line.rstrip("\n"))
+        finally:  # who can show no line any more must not keep the rank from writing it
+            for _ in stream:
+                pass
 
 
 class _Wait:

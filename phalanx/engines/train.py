@@ -9,7 +9,6 @@ The run folder holds `job.json` (sections of the resolved job) and `plan.json`. 
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 
 from phalanx.data.prepare import Prepared, prepare
 from phalanx.engines.callbacks import Callback, load_callbacks
+from phalanx.engines.events import tell
 from phalanx.engines.process import rank_here, resident_bytes, start_process
 from phalanx.engines.result import TrainResult
 from phalanx.engines.run_folder import read_run
@@ -118,15 +118,11 @@ def run_rank(
     return train(job, plan, folder, on_event, resume=resume)
 
 
-def _print_event(event: Mapping[str, Any]) -> None:
-    print(json.dumps(event, ensure_ascii=False), flush=True)
-
-
 def main(arguments: list[str]) -> int:
     """Entry of a training process: the run folder, and --resume to go on from its newest
     checkpoint."""
     try:
-        run_rank(arguments[0], _print_event, resume="--resume" in arguments[1:])
+        run_rank(arguments[0], tell, resume="--resume" in arguments[1:])
     except PhalanxError as error:
         print(f"{error.code}: {error}", file=sys.stderr)
         return error.exit_code

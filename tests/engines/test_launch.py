@@ -127,3 +127,20 @@ def test_a_process_that_is_told_to_stop_tells_its_ranks_and_waits_for_them(modul
 def test_what_a_rank_left_unsaid_is_told_by_its_exit_code(module):
     with pytest.raises(WorldError, match="rank 0: exit code 3"):
         launch_local(module("sys.exit(3)"), [], 1)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_listener_that_fails_does_not_keep_a_rank_from_writing(module, tmp_path):
+    name = module(
+        f"""
+        for _ in range(10_000):
+            print("x" * 100)
+        open({str(tmp_path / "done")!r}, "w").close()
+        """
+    )
+    launch_local(name, [], 1, on_line=fails, timeout_s=100.0)
+    assert (tmp_path / "done").exists()
+
+
+def fails(line: str) -> None:
+    raise BrokenPipeError("no terminal")

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from phalanx.engines.events import hear
 from phalanx.engines.hang import Monitor
 from phalanx.engines.launch import launch_local
 from phalanx.engines.signs import forget_signs
@@ -30,7 +31,8 @@ def launch_training(
 
     Args:
         folder: run folder with job.json and plan.json.
-        on_event: called with each event of rank 0.
+        on_event: called with each event of rank 0, and with what else it prints as one of kind
+            "log".
         hang_s: silence after which a rank counts as hung.
         resume: go on from the newest checkpoint of the folder.
 
@@ -38,18 +40,13 @@ def launch_training(
         WorldError: from `launch_local`, naming the rank that failed first.
         KeyboardInterrupt: when asked to stop, after the ranks have ended.
     """
-
-    def hear(line: str) -> None:
-        if line.startswith("{"):  # anything else is some library's chatter
-            on_event(json.loads(line))
-
     arguments = [str(folder), *(["--resume"] if resume else [])]
     forget_signs(folder)
     launch_local(
         "phalanx.engines.train",
         arguments,
         num_ranks,
-        on_line=hear,
+        on_line=lambda line: hear(line, on_event),
         stop_s=STOP_S,
         monitor=Monitor(folder, num_ranks, hang_s),
     )
