@@ -260,12 +260,32 @@ def _chunk_loss(
     if not needs_grad:
         return loss, None
     row_grad_nD = torch.zeros_like(rows_nD, dtype=_wide(rows_nD))
+    add = None if head_grad_VD is None else _TileSum(head_grad_VD)
     for start, grad_nv in chunk.logit_gradients():
-        tokens = slice(start, start + grad_nv.shape[1])
-        row_grad_nD += grad_nv @ head_VD[tokens]
-        if head_grad_VD is not None:
-            head_grad_VD[tokens] += grad_nv.t() @ rows_nD
+        row_grad_nD += grad_nv @ head_VD[start : start + grad_nv.shape[1]]
+        if add is not None:
+            add(start, grad_nv.t() @ rows_nD)
     return loss, row_grad_nD[:count].to(rows_nD.dtype)
+
+
+class _TileSum:
+    """Adds tiles to the gradient of a head, which may be wider than they are.
+
+    On CPUs torch widens a tile into memory of its own before it adds: megabytes that the system
+    maps and takes back for every tile, a seventh of the time. Here all share one.
+    """
+
+    def __init__(self, total_VD: Tensor) -> None:
+        self._total_VD = total_VD
+        self._wide_vD: Tensor | None = None  # of the first tile, the longest
+
+    def __call__(self, start: int, part_vD: Tensor) -> None:
+        total_vD = self._total_VD[start : start + len(part_vD)]
+        if part_vD.dtype != total_vD.dtype and part_vD.device.type == "cpu":
+            if self._wide_vD is None:
+                self._wide_vD = torch.empty_like(part_vD, dtype=total_vD.dtype)
+            part_vD = self._wide_vD[: len(part_vD)].copy_(part_vD)
+        total_vD += part_vD
 
 
 def _scaled(grad: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:

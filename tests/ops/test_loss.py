@@ -169,6 +169,34 @@ def test_the_gradient_of_a_head_is_never_twice_there_in_float32():
     assert (gradient - head.grad).norm() < 0.01 * gradient.norm()
 
 
+class Sums(TorchDispatchMode):
+    """Notes what is added in place: elements, dtypes of both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[int, torch.dtype, torch.dtype]] = []
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        if operator is torch.ops.aten.add_.Tensor:
+            self.found.append((args[0].numel(), args[0].dtype, args[1].dtype))
+        return operator(*args, **(kwargs or {}))
+
+
+def test_tiles_of_a_heads_gradient_are_widened_into_one_buffer():
+    """torch would widen each into memory of its own, which the system maps and takes back."""
+    hidden, head, counted, targets = random_case(torch.bfloat16)
+    with Sums() as sums:
+        loss = counted_cross_entropy(
+            hidden, head, counted, targets, num_counted_global=17, chunk_bytes=6 * VOCAB * 2
+        )
+    tiles = [each for each in sums.found if each[0] == 256 * MODEL]
+    assert len(tiles) > 4 and set(tiles) == {(256 * MODEL, torch.float32, torch.float32)}
+    plain = [x.detach().float().requires_grad_() for x in (hidden, head)]
+    plain_loss(*plain, counted, targets, 17, None).backward()
+    (gradient,) = torch.autograd.grad(loss, head)
+    assert (gradient - plain[1].grad).norm() < 0.01 * plain[1].grad.norm()
+
+
 class Counted(TorchDispatchMode):
     """Counts operators."""
 
