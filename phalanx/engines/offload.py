@@ -40,11 +40,10 @@ class Store(Protocol):
 
 
 class HostMemory:
-    """Pinned where there is a device to copy from."""
+    """Not pinned: no state travels, and torch rounds pinned memory up to powers of two."""
 
     def zeros(self, like: Sequence[Tensor], dtype: torch.dtype | None) -> list[Tensor]:
-        pinned = any(each.is_cuda for each in like)
-        return [torch.zeros(t.shape, dtype=dtype or t.dtype, pin_memory=pinned) for t in like]
+        return [torch.zeros(each.shape, dtype=dtype or each.dtype) for each in like]
 
     def release(self) -> None:
         pass

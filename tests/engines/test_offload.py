@@ -71,10 +71,6 @@ def test_masters_apart_train_as_float32_weights_that_are_rounded_for_use(tmp_pat
         assert torch.equal(rounded[name], parameter.bfloat16())
 
 
-def zeros_of_the_host(_store, like, dtype):
-    return [torch.zeros(each.shape, dtype=dtype or each.dtype) for each in like]
-
-
 def test_a_device_copies_while_the_host_updates_and_nothing_is_read_before_it_is_there(
     monkeypatch,
 ):
@@ -88,7 +84,6 @@ def test_a_device_copies_while_the_host_updates_and_nothing_is_read_before_it_is
     )
     train(here)
     with monkeypatch.context() as patched:
-        patched.setattr(HostMemory, "zeros", zeros_of_the_host)
         device = LateDevice(patched)
         train(there, after=device.finish)
     for name, parameter in here.named_parameters.items():

@@ -79,13 +79,13 @@ def _as_bytes(tensor: Tensor) -> Tensor:
 class Staging:
     """Where the values of one snapshot are.
 
-    On CUDA: in pinned memory, which is taken once and kept. Copies run on the current stream, so
-    the update of the next step comes behind them.
+    On CUDA: in memory that is taken once and kept, pinned for what comes from the device. Copies
+    run on the current stream, so the update of the next step comes behind them.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._is_cuda = device.type == "cuda"
-        self._pinned: dict[str, Tensor] = {}
+        self._kept: dict[str, Tensor] = {}
         self._copied: torch.cuda.Event | None = None
 
     def take(self, tensors: Mapping[str, Tensor]) -> Values:
@@ -93,12 +93,13 @@ class Staging:
         if not self._is_cuda:
             return Values(tensors)
         for name, each in tensors.items():
-            if name not in self._pinned:
-                self._pinned[name] = torch.empty(each.shape, dtype=each.dtype, pin_memory=True)
-            self._pinned[name].copy_(each, non_blocking=True)
+            if name not in self._kept:
+                options = {"dtype": each.dtype, "pin_memory": each.is_cuda}
+                self._kept[name] = torch.empty(each.shape, **options)
+            self._kept[name].copy_(each, non_blocking=True)
         self._copied = torch.cuda.Event()
         self._copied.record()
-        return Values({name: self._pinned[name] for name in tensors}, is_own=True)
+        return Values({name: self._kept[name] for name in tensors}, is_own=True)
 
     def wait(self) -> None:
         """Until the values of the last `take` are there."""
