@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from phalanx.cost.step_work import Workload
 from phalanx.models.config import DTYPE_BYTES, DecoderConfig
 from phalanx.models.operators import Operator, operators
+from phalanx.policy import Spec
 
 # products whose input a norm or a gate has made of what is kept anyway (`engines.recompute`)
 _MADE_BY_NORM = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 _MADE_BY_GATE = ("down_proj", "per_layer_projection")
+_ATTENTION, _GATHERED = "model.layers.0.self_attn", "all_gather"
+WANTED = "wanted"  # placement of attention within a window that asks for what its queries see
 
 
 class Saved(NamedTuple):
@@ -49,7 +52,7 @@ def _saved(
     given_up = dict(layers)
     for op in listed:
         share = 1.0 / work.tensor_degree if is_split_by_token(op, work) else 1.0
-        kept = share * op.saved_bytes_per_token
+        kept = share * op.saved_bytes_per_token + _other_keys(op, config, work)
         if op.layer is None:
             outside += kept
             continue
@@ -63,6 +66,35 @@ def _saved(
         given_up = {at: max(0.0, kept - row) for at, kept in layers.items()}
         again = max(layers.values(), default=0.0)
     return Saved(outside + sum(layers.values()) - sum(given_up.values()), again)
+
+
+def keys_kept(specs: Iterable[Spec]) -> tuple[bool, bool]:
+    """What the rules of context specs let layers keep of other ranks' keys and values: all of the
+    row; of a layer with a window what its queries see (`Workload.gathers_keys`, `windows_seen`).
+    What is gathered once is not gathered again; a ring sends its keys around twice."""
+    for spec in specs:
+        attention = spec.rule_for(_ATTENTION) if spec.family == "context" else None
+        if attention is not None:
+            gathers = attention.placement == _GATHERED
+            window = spec.rule_for(f"{_ATTENTION}.window")
+            return gathers, window is not None and window.placement == WANTED
+    return False, False
+
+
+def _other_keys(op: Operator, config: DecoderConfig, work: Workload) -> float:
+    """Bytes per token of this rank that attention keeps of the keys and values of others: of all
+    others of the row, or of at most two windows of it; of a layer that has none of its own, those
+    of its own tokens too, as what was gathered is a copy."""
+    if op.op != "attention" or op.layer is None or not op.saved_bytes_per_token:
+        return 0.0
+    kind, others = config.attention(op.layer), work.context_degree - 1.0
+    if work.windows_seen and kind.window is not None:
+        own = work.longest_row / work.context_degree
+        others = min(others, 2.0 * (kind.window - 1) / own)
+    elif not work.gathers_keys:
+        return 0.0
+    others += config.kv_source(op.layer) != op.layer
+    return others * 2.0 * kind.num_kv_heads * kind.head_dim * DTYPE_BYTES[config.dtype]
 
 
 def is_split_by_token(op: Operator, work: Workload) -> bool:
@@ -83,7 +115,7 @@ def _made_again(op: Operator, config: DecoderConfig, work: Workload) -> float:
     if op.op == "attention" and op.saved_bytes_per_token and op.layer is not None:
         kind = config.attention(op.layer)
         heads = kind.num_heads * config.qk_norm
-        if config.kv_source(op.layer) == op.layer:
+        if config.kv_source(op.layer) == op.layer and not _other_keys(op, config, work):
             heads += kind.num_kv_heads * (config.qk_norm + config.value_norm)
         return float(heads * kind.head_dim * itemsize)
     return 0.0

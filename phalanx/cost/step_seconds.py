@@ -11,7 +11,7 @@ from functools import lru_cache
 from math import lcm
 from typing import NamedTuple
 
-from phalanx.cost.step_saved import is_split_by_token
+from phalanx.cost.step_saved import WANTED, is_split_by_token
 from phalanx.cost.step_sums import summed_rows
 from phalanx.cost.step_work import Workload
 from phalanx.models.config import DTYPE_BYTES, DecoderConfig
@@ -22,7 +22,6 @@ from phalanx.policy import Exchange, Rule, Spec
 RateKey = str
 _REPEATED_BY_SELECTIVE = ("norm", "gate")
 _OF_HEADS = ("keys_values", "queries", "heads")
-_WANTED = "wanted"  # placement of attention within a window
 
 
 # a decoder has a thousand tensors, and every product asks for the shape of one
@@ -175,7 +174,7 @@ def _head_bytes(
     kind, itemsize = config.attention(layer), DTYPE_BYTES[config.dtype]
     own, num_tokens, key_value = work.tokens / work.context_degree, work.tokens, kind.num_kv_heads
     is_sum = exchange.collective == "reduce_scatter"
-    if rule.placement == _WANTED:
+    if rule.placement == WANTED:
         seen = 2 * ((kind.window or 1) - 1) * work.num_items
         num_tokens, is_sum = min(own, seen), exchange.phase == "B"
     elif exchange.collective == "all_to_all":
@@ -192,6 +191,6 @@ def _rule_of(config: DecoderConfig, spec: Spec, module: str) -> Rule | None:
     parts = module.split(".")
     if parts[-1] == "self_attn" and config.attention(int(parts[2])).window is not None:
         rule = spec.rule_for(f"{module}.window")
-        if rule is not None and rule.placement == _WANTED:
+        if rule is not None and rule.placement == WANTED:
             return rule
     return spec.rule_for(module)

@@ -67,6 +67,8 @@ class Workload:
         tensor_degree: ranks that share every product.
         splits_tokens: these ranks also share the tokens between blocks (sequence parallelism).
         context_degree: ranks that share the tokens of every row; sizes here are those of all.
+        gathers_keys: these ranks gather the keys and values of the row, which every layer keeps for
+            its backward pass; windows_seen: in layers with a window, what its queries see instead.
         row_limit, row_multiple: longest packed row allowed, and what rows are filled up to.
         num_steps: of the whole job.
     """
@@ -92,6 +94,8 @@ class Workload:
     row_multiple: int = 1
     num_steps: int = 0
     most_items: int = 1
+    gathers_keys: bool = False
+    windows_seen: bool = False
 
     @property
     def lora(self) -> LoraSpec | None:

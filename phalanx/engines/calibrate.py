@@ -8,13 +8,14 @@ from __future__ import annotations
 import json
 import platform
 import tempfile
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from os import getloadavg
 from pathlib import Path
 from statistics import median
 from time import perf_counter
 from typing import Any
 
+from phalanx.cost.step_saved import keys_kept
 from phalanx.cost.training import Workload, workload_of
 from phalanx.data.batches import SampleStream, num_steps
 from phalanx.data.cached import cache_folder, cached_file, content_key
@@ -102,8 +103,10 @@ def workload(job: Job, config: DecoderConfig, data: Prepared, num_ranks: int) ->
     if train.epochs:
         steps = num_steps(stream, train.epochs, train.global_batch_tokens)
 
+    gathers_keys, windows_seen = keys_kept(shape.specs)
+
     def with_rows(row_tokens: int) -> Workload:
-        return workload_of(
+        dealt = workload_of(
             data.train,
             config,
             num_steps=steps,
@@ -119,6 +122,7 @@ def workload(job: Job, config: DecoderConfig, data: Prepared, num_ranks: int) ->
             context_degree=shape.context_degree,
             least_items=shape.least_items,
         )
+        return replace(dealt, gathers_keys=gathers_keys, windows_seen=windows_seen)
 
     work = with_rows(rows["row_tokens"])
     require_items(job, work, shape)
