@@ -134,6 +134,19 @@ def require_adapters(settings: ServeSettings, config: DecoderConfig) -> None:
         read_fitting(config, folder, settings.max_lora_rank)
 
 
+def require_lengths(settings: ServeSettings, config: DecoderConfig) -> None:
+    """Refuse requests that are longer than the model or its cache.
+
+    Raises:
+        JobError: `job/bad-value`.
+    """
+    if settings.max_tokens > config.max_positions:
+        rule, legal = "the model was not made for such positions", [config.max_positions]
+        raise JobError("job/bad-value", "serve.max_tokens", settings.max_tokens, rule, legal=legal)
+    if settings.kv_tokens:
+        require_one_request(settings.kv_tokens, settings.max_tokens)
+
+
 def require_servable(settings: ServeSettings) -> DecoderConfig:
     """The config of the folder, looked at before any process starts.
 
@@ -149,11 +162,7 @@ def require_servable(settings: ServeSettings) -> DecoderConfig:
     if not any(Path(settings.folder).glob("*.safetensors")):
         rule = "holds no safetensors weights"
         raise JobError("job/not-found", "model folder", settings.folder, rule)
-    if settings.max_tokens > config.max_positions:
-        rule, legal = "the model was not made for such positions", [config.max_positions]
-        raise JobError("job/bad-value", "serve.max_tokens", settings.max_tokens, rule, legal=legal)
-    if settings.kv_tokens:
-        require_one_request(settings.kv_tokens, settings.max_tokens)
+    require_lengths(settings, config)
     model_weights(settings.folder, config)
     require_adapters(settings, config)
     return config

@@ -6,12 +6,15 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from time import perf_counter
+from typing import Any
 
 from phalanx.bench_load import load_test
 from phalanx.data.prepare import Prepared
 from phalanx.engines.serve.handle import start_server
+from phalanx.engines.serve.settings import ServeSettings, require_lengths
 from phalanx.engines.whole.forecast import Load, forecast_rows
 from phalanx.engines.whole.processes import run_module
 from phalanx.engines.whole.summary import Summary, write_report
@@ -68,10 +71,22 @@ class _WholeWay:
             rule = "what is served and compared has to be exported"
             exports = list(self.job.plan.exports)
             raise JobError("job/bad-value", "plan.exports", exports, rule, legal=[_EXPORTED])
+        self._require_room()
+        # what would be refused after the last step is refused before the first
+        settings = ServeSettings(folder=str(self.folder), **self._serve_options())
+        require = partial(require_lengths, settings)
         with self._timed("data, calibration, plan"):
-            ready = make_ready(self.asked, self.say, self._forecast)
+            ready = make_ready(self.asked, self.say, self._forecast, require)
         with begun(ready, self.say):
             return self._follow(ready)
+
+    def _require_room(self) -> None:
+        """Refuse answers that leave no token for a question."""
+        serve = self.job.serve
+        if serve.load_output_tokens >= serve.max_tokens:
+            rule = f"leaves no token of serve.max_tokens = {serve.max_tokens} for a prompt"
+            where, legal = "serve.load_output_tokens", [serve.max_tokens - 1]
+            raise JobError("job/bad-value", where, serve.load_output_tokens, rule, legal=legal)
 
     def _follow(self, ready: Ready) -> RunResult:
         """What comes after the plan."""
@@ -125,16 +140,7 @@ class _WholeWay:
         serve = self.job.serve
         if not serve.load_requests:
             return None, ""
-        with start_server(
-            str(self.folder / "export"),
-            host=serve.host,
-            scheduler=self.job.plan.serve,
-            max_running=serve.max_running,
-            max_tokens=serve.max_tokens,
-            max_step_tokens=serve.max_step_tokens,
-            max_queued=serve.max_queued,
-            kv_tokens=serve.kv_tokens,
-        ) as server:
+        with start_server(str(self.folder / "export"), **self._serve_options()) as server:
             self.say(server.sentence)
             prompts = self._prompts(ready.data)
             load = load_test(server.url, prompts, output_tokens=serve.load_output_tokens)
@@ -142,6 +148,19 @@ class _WholeWay:
         predicted = {str(row["quantity"]): row["value"] for row in ready.plan.predictions}
         load.rows[:] = [_gated(row, predicted) for row in load.rows]
         return load, server.sentence
+
+    def _serve_options(self) -> dict[str, Any]:
+        """Fields of `ServeSettings`; its port is one that is free."""
+        serve = self.job.serve
+        return {
+            "host": serve.host,
+            "scheduler": self.job.plan.serve,
+            "max_running": serve.max_running,
+            "max_tokens": serve.max_tokens,
+            "max_step_tokens": serve.max_step_tokens,
+            "max_queued": serve.max_queued,
+            "kv_tokens": serve.kv_tokens,
+        }
 
     def _prompts(self, data: Prepared) -> list[list[int]]:
         """Of the load test: questions, repeated if there are fewer."""

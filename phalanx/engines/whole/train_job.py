@@ -38,6 +38,7 @@ from phalanx.engines.whole.refusals import require_held_out, require_outcome, re
 from phalanx.engines.whole.relaid import relaid
 from phalanx.errors import JobError, PlanError, WorldError
 from phalanx.job import Job
+from phalanx.models.config import DecoderConfig
 from phalanx.models.source import ModelSource, data_settings, model_source
 from phalanx.models.stored import mark_of
 from phalanx.plan import Plan
@@ -198,11 +199,13 @@ def make_ready(
     asked: Asked,
     say: Callable[[str], None],
     forecast: Callable[[Ready], Sequence[Row]] | None = None,
+    require: Callable[[DecoderConfig], None] | None = None,
 ) -> Ready:
     """Prepare the data, measure the machine, plan; nothing is written into the run folder yet.
 
     Args:
         forecast: gives further predictions, which the lockfile then holds too.
+        require: refuses models of which more is asked than training.
 
     Raises:
         PhalanxError: whatever can be known before a process starts.
@@ -215,6 +218,8 @@ def make_ready(
         given.require_here(hardware_here(asked.num_ranks), asked.job)
     source = model_source(asked.job, say)
     require_outcome(asked.job, asked.folder, asked.num_ranks, source)
+    if require is not None:
+        require(source.config)
     data = prepare(data_settings(asked.job, source.config), source.tokenizer_folder)
     require_held_out(asked.job, data)
     if asked.resume:
