@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from phalanx.cli._plan_serve_words import cut_words, per_s, share_words, time_words
+from phalanx.cli._plan_serve_words import per_s, share_words, time_words
 from phalanx.planner.serve_answers import Engines, ServeAnswer, ServeQuestion
 
 OFF = "prefix reuse is off: every prompt is computed whole"
@@ -31,16 +31,17 @@ def reuse_words(answer: ServeAnswer, question: ServeQuestion) -> str:
     said = f"prefix reuse: {share_words(answer.reused_tokens / question.prompt_tokens)} of prompt "
     said += "tokens cached in the formulas"
     if answer.played is not None:
-        said += f", {share_words(answer.played.reused_frac)} as played"
+        turns = ", engines taking turns" if best.replicas > 1 and question.requests else ""
+        said += f", {share_words(answer.played.reused_frac)} as played{turns}"
     said += (
-        f"; without it (formula) the knee is {per_s(before.best.knee_per_s)} requests/s instead of "
-        f"{per_s(best.knee_per_s)}, TTFT {_first_token(before.best)} instead of "
+        f"; these engines without it (formula): knee at {per_s(before.best.knee_per_s)} instead of "
+        f"{per_s(best.knee_per_s)} requests/s, TTFT {_first_token(before.best)} instead of "
         f"{_first_token(best)}"
     )
     if question.asked_per_s:
-        before_takes, takes = (_engines_taken(each, question) for each in (before, answer))
-        differs = f"{before_takes} instead of {takes}" if before_takes != takes else f"{takes} too"
-        said += f", and the load takes {differs}"
+        few, many = (each.engines_for(question.asked_per_s) for each in (answer, before))
+        instead = f" instead of {many:,}" if many > few else ""
+        said += f"; {few:,} of them carry the load{instead}"
     return said
 
 
@@ -60,7 +61,6 @@ def reuse_table(answer: ServeAnswer, question: ServeQuestion) -> dict[str, Any] 
         "at_per_s": before.best.loaded,
         "knee_per_s": before.best.knee_per_s,
         "most_per_s": before.best.most_per_s,
-        "engine": dict(before.best.degrees) | {"replicas": before.best.replicas},
     }
     if question.asked_per_s:
         found["engines"] = answer.engines_for(question.asked_per_s)
@@ -70,9 +70,3 @@ def reuse_table(answer: ServeAnswer, question: ServeQuestion) -> dict[str, Any] 
 
 def _first_token(best: Engines) -> str:
     return f"{time_words(best.ttft_s.value)} at {per_s(best.loaded)} requests/s"
-
-
-def _engines_taken(answer: ServeAnswer, question: ServeQuestion) -> str:
-    assert answer.best is not None
-    count = answer.engines_for(question.asked_per_s)
-    return f"{count:,} engine{'s' if count > 1 else ''} of {cut_words(answer.best.degrees)}"

@@ -132,7 +132,7 @@ class ServeAnswer:
             promised: the best such division, and how its engines are cut.
         source: where coefficients come from.
         reused_tokens: of a prompt on average, what formulas took as found in the prefix cache.
-        without_reuse: formulas for engines that reuse no prefix, where some could be reused.
+        without_reuse: formulas for the best engines without a prefix cache, where it holds some.
     """
 
     asked: AskedCluster

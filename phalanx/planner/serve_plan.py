@@ -31,6 +31,7 @@ from phalanx.planner.serve_split import best_split
 
 MAX_BATCH = 1024  # requests of one attention replica, as engines limit them
 _MANY = 1e6  # requests in flight beyond which nothing gets faster
+_REUSE_ROUNDS = 2
 _COMFORTABLE = 0.8  # of what can be served: shown where nothing is asked or promised
 
 __all__ = ["Engines", "ServeAnswer", "ServeQuestion", "serve_answer"]
@@ -53,8 +54,8 @@ def serve_answer(
         plays: play requests too; without, formulas alone decide.
         only: columns of `EngineSpace` -> the value to keep to, such as {"tensor": 4}.
 
-    Where prompts begin alike and engines reuse that, the answer holds the one without reuse too
-    (formulas alone), whose room for caches says what a trace finds again.
+    Where prompts begin alike and engines reuse that, the answer holds the same engines without it
+    too (formulas alone), whose room for caches says what a trace finds again.
 
     Raises:
         JobError: `job/bad-value` where no legal way keeps to `only`.
@@ -65,8 +66,15 @@ def serve_answer(
     without = _answer(shape, asked, alone, plays=False, only=only)
     if without.best is None:
         return without
-    own = replace(question, reused_tokens=expected_reuse(question, without.best))
-    answer = _answer(shape, asked, own, plays=plays, only=only)
+    for _ in range(_REUSE_ROUNDS):  # the cut decides what is cached, and that decides the cut
+        own = replace(question, reused_tokens=expected_reuse(question, without.best))
+        answer = _answer(shape, asked, own, plays=False, only=only)
+        assert answer.best is not None and without.best is not None
+        if answer.best.degrees == without.best.degrees:
+            break
+        without = _answer(shape, asked, alone, plays=False, only=answer.best.degrees)
+    if plays:
+        answer = _answer(shape, asked, own, plays=True, only=only)
     return replace(answer, without_reuse=without)
 
 

@@ -80,7 +80,7 @@ def test_a_pool_that_is_too_small_forgets():
 
 
 def test_played_prompts_with_a_cached_prefix_cost_what_the_formula_says():
-    """Within interpolation and the weights' reading, which a chunk is played beside its products."""
+    """Within interpolation and the reading of weights, which is played beside the products."""
     prices, one = StepPrices(PLAN, RATES, most_rows=256, longest=16384), np.ones(1)
     for tokens, cached in ((8192, 0), (8192, 2048), (8192, 7680), (8192, 8176), (1024, 960)):
         lengths = {"prompt_tokens": tokens * one, "reused_tokens": cached * one}
@@ -121,7 +121,10 @@ def test_without_a_prefix_cache_nothing_changes():
 def test_a_load_that_shares_takes_fewer_engines():
     question = replace(QUESTION, shared_tokens=1800, rate_per_s=100.0)
     answer = ask(question, "8xh100")
-    assert answer.engines_for(100.0) < answer.without_reuse.engines_for(100.0)
+    before = answer.without_reuse
+    assert answer.best.degrees == before.best.degrees
+    assert answer.best.knee_per_s > before.best.knee_per_s
+    assert answer.engines_for(100.0) < before.engines_for(100.0)
 
 
 def test_the_nearest_change_is_a_cache_that_was_switched_off():
@@ -151,7 +154,7 @@ def test_the_verb_says_how_much_is_reused_and_what_that_changes(capsys):
     shown = " ".join(capsys.readouterr().out.split())
     assert "the first 512 of each prompt the same in all" in shown
     assert "prefix reuse: 51 % of prompt tokens cached in the formulas, 51 % as played" in shown
-    assert "takes 1 engine of one device too" in shown
+    assert "; 1 of them carry the load" in shown
 
 
 def test_the_verb_can_do_without(capsys):

@@ -114,6 +114,8 @@ class Continuous(React):
     def _queries(self, state: ContinuousState) -> np.ndarray:
         want = np.minimum(state.running[KNOWN] - state.running[CACHED], state.chunk)
         decodes = want == 1
+        if decodes.all():
+            return want
         prompt = np.where(decodes, 0, want)
         left = state.max_step_tokens - np.count_nonzero(decodes)
         return np.where(decodes, 1, np.clip(left - (np.cumsum(prompt) - prompt), 0, prompt))
@@ -121,6 +123,8 @@ class Continuous(React):
     def _admit(
         self, state: ContinuousState, query: np.ndarray, room: int, view: View
     ) -> np.ndarray:
+        if not state.waiting:
+            return query
         size, left = view.facts["block_tokens"], state.max_step_tokens - int(query.sum())
         room -= int((state.running[KNOWN] // size + 1 - state.running[TAKEN]).sum())
         joined: list[tuple[int, ...]] = []
