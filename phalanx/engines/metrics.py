@@ -14,6 +14,7 @@ from phalanx.engines.run_folder import write_run_file
 from phalanx.engines.trainer_step import StepSpans
 from phalanx.trace import Trace, TraceBuilder, merge
 
+_MOST_ROWS, _MOST_ROWS_OF_ALL, _FEWEST_ROWS = 100_000, 500_000, 1_000  # 0.5 kB of memory each
 _PHASE_NAMES = {"F": "forward", "B": "backward", "P": "pipeline", "O": "optimizer"}
 
 
@@ -79,16 +80,24 @@ def _step_of(line: str) -> float:
 class StepTrace:
     """Trace rows of this rank: a span per step and per part of it, always.
 
+    A run of weeks keeps those of its last steps: half of `most_rows` at least, once there are as
+    many. What a step of a pipeline adds is hundreds of rows on every rank, and rank 0 joins them.
+
     Args:
         rank, job: written into every row.
+        most_rows: beside those of the newest step; see `rows_of_rank`.
     """
 
-    def __init__(self, rank: int, job: str) -> None:
+    def __init__(self, rank: int, job: str, most_rows: int = _MOST_ROWS) -> None:
         self.rank, self.origin_s = rank, perf_counter()
+        self._job, self._most_rows = job, most_rows
+        self._before: TraceBuilder | None = None  # steps that are the next to go
         self._builder = TraceBuilder("measured", job)
 
     def add_step(self, step: int, spans: StepSpans) -> float:
         """Rows of a step whose parts `spans` noted; returns its seconds."""
+        if 2 * len(self._builder) >= self._most_rows:
+            self._before, self._builder = self._builder, TraceBuilder("measured", self._job)
         parts = spans.parts(self.origin_s)
         start_s, end_s = parts[0][1], parts[-1][2]
         common = {"role": "train", "rank": self.rank, "step": step}
@@ -120,7 +129,13 @@ class StepTrace:
 
     def build(self) -> Trace:
         """The table so far."""
-        return self._builder.build()
+        last = self._builder.build()
+        return last if self._before is None else merge([self._before.build(), last])
+
+
+def rows_of_rank(num_ranks: int) -> int:
+    """How many rows a rank keeps of a run, so that those of all ranks can be joined in one."""
+    return max(_FEWEST_ROWS, min(_MOST_ROWS, _MOST_ROWS_OF_ALL // num_ranks))
 
 
 def write_traces(folder: Path, trace: Trace, process: Process) -> str:

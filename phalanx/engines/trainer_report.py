@@ -15,7 +15,7 @@ from phalanx.engines.callbacks import Callbacks
 from phalanx.engines.checkpoint import Progress
 from phalanx.engines.coming import Coming
 from phalanx.engines.guard import Guard
-from phalanx.engines.metrics import MetricsFile, StepTrace
+from phalanx.engines.metrics import MetricsFile, StepTrace, rows_of_rank
 from phalanx.engines.process import PeakMemory, Process
 from phalanx.engines.trainer_step import StepOutcome, StepSpans
 
@@ -69,7 +69,7 @@ class RunReport:
         self.callbacks, self.notify, self.num_steps = callbacks, notify, num_steps
         path = folder / "metrics.jsonl" if process.leads else None
         self.metrics = MetricsFile(path, done_steps, self._unwritten)
-        self.trace = StepTrace(process.rank, job_name)
+        self.trace = StepTrace(process.rank, job_name, rows_of_rank(process.world_size))
         self.stop_reason = ""
         self.last_good: Progress | None = None
         self.step_s: list[float] = []

@@ -44,7 +44,7 @@ def test_a_run_on_a_gpu_reads_a_steps_numbers_while_the_next_one_is_under_way(
     """The host waits for what was copied behind the step, which leaves the next one's copies open:
     a plain `tolist` would wait until the device has nothing to do."""
     heard = []
-    process = SimpleNamespace(rank=0, leads=True, device=torch.device("cuda"))
+    process = SimpleNamespace(rank=0, leads=True, world_size=1, device=torch.device("cuda"))
     guard = Guard(torch.device("cpu"), spike_factor=2.0)
     memory = SimpleNamespace(peak_so_far=lambda: 7)
     callbacks = SimpleNamespace(step=lambda _values: None, stop_reason="")
