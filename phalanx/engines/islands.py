@@ -30,6 +30,7 @@ from phalanx.worlds.torch_tensors import Op, RankContext
 
 POLL_S = 0.002
 COMMIT = "commit"
+TRACED = 50_000  # actions whose rows are kept, of a job of weeks the last ones
 
 
 class IslandWorld:
@@ -119,7 +120,7 @@ class IslandWorld:
         return events
 
     def close(self) -> Trace:
-        """The actions of this rank in order of issue."""
+        """The last actions of this rank in order of issue."""
         builder = TraceBuilder("measured")
         builder.extend(row for _, row in self._rows.values())
         return builder.build()
@@ -135,7 +136,8 @@ class IslandWorld:
 
     def _run(self, action: Action, ready: bool, lane: str) -> None:
         """Carry out an action in its lane's thread."""
-        start_s, row = time.monotonic(), self._rows[id(action)][1]
+        _, row = self._rows.get(id(action), (action, {}))
+        start_s = time.monotonic()
         row["start_s"] = start_s - self._origin_s
         if action.operator == VOTE:
             self.membership.vote(action.label, ready)
@@ -189,3 +191,5 @@ class IslandWorld:
             "wire_bytes": sent,
         }
         self._rows[id(action)] = (action, row)
+        while len(self._rows) > TRACED:
+            del self._rows[next(iter(self._rows))]
