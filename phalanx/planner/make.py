@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate, pairwise
+from math import prod
 from typing import Any
 
 from phalanx.action import Program
@@ -23,8 +24,10 @@ from phalanx.mesh import Mesh
 from phalanx.models.adapter_folder import lora_of
 from phalanx.models.config import DecoderConfig
 from phalanx.plan import Plan, Pool, RoleProgram
+from phalanx.planner.kept import with_recompute
 from phalanx.planner.played_rates import fitted_rates, own_rates, require_rates
 from phalanx.planner.work import work_of
+from phalanx.planner.written import splits_tokens
 from phalanx.policy import Order, Spec
 from phalanx.registry import build
 from phalanx.strict import read_value
@@ -47,6 +50,8 @@ class Planned:
         cost: prices of actions on them.
         rates: whose they are, in a line.
         priced_s: the step as `phalanx plan` prices this layout; None where it does not.
+        again_bytes: that a rank needs while it computes again what its layers have not kept.
+        offloads: moments and master weights wait outside the device.
     """
 
     plan: Plan
@@ -56,6 +61,8 @@ class Planned:
     cost: CostModel
     rates: str
     priced_s: float | None = None
+    again_bytes: float = 0.0
+    offloads: bool = False
 
     def held_bytes(self, rank: int) -> float:
         """Bytes that `rank` keeps through the whole step: weights, gradients, optimizer state."""
@@ -63,7 +70,8 @@ class Planned:
         params = _note(self.program, "local_params")[index]
         trained = _note(self.program, "local_trainable")[index]
         master = _MASTER_BYTES if self.work.param_bytes < _MASTER_BYTES else 0
-        per_trained = _GRADIENT_BYTES + _MOMENT_BYTES + master
+        states = 0 if self.offloads else _MOMENT_BYTES + master
+        per_trained = _GRADIENT_BYTES + states
         return float(params * self.work.param_bytes + trained * per_trained)
 
 
@@ -107,6 +115,11 @@ def make_plan(
     ]
     work = work_of(job, mesh, config)
     stages = _stages(job, config, order, mesh, [unit.name for unit in work.units])
+    again_bytes = 0.0
+    if config is not None:
+        lora = lora_of(job, config)
+        work, again = with_recompute(work, config, job.plan.recompute, lora)
+        again_bytes = again * _again_tokens(work, mesh, order, specs, stages, job.plan.recompute)
     program = lower(work, mesh, order, specs, grain=job.plan.grain, stages=stages)
     check_program(program)
     played = own_rates(job, cluster, program)
@@ -129,7 +142,36 @@ def make_plan(
         pools={"all": Pool(machine=cluster.machine.name, devices=tuple(range(mesh.size)))},
         programs={"train": role},
     )
-    return Planned(plan, program, work, cluster, played.cost, played.source, played.priced_s)
+    return Planned(
+        plan=plan,
+        program=program,
+        work=work,
+        cluster=cluster,
+        cost=played.cost,
+        rates=played.source,
+        priced_s=played.priced_s,
+        again_bytes=again_bytes,
+        offloads=job.plan.offload != "none",
+    )
+
+
+def _again_tokens(
+    work: StepWork,
+    mesh: Mesh,
+    order: Order,
+    specs: Sequence[Spec],
+    stages: Sequence[Sequence[str]] | None,
+    recompute: str,
+) -> float:
+    """Tokens of a rank whose layers are computed again at a time, counted once for each layer: one
+    layer, but all of a stage where weight gradients are a pass of their own."""
+    parts = prod(mesh.degree(spec.axis) for spec in specs if spec.family == "context")
+    parts *= prod(mesh.degree(spec.axis) for spec in specs if splits_tokens(spec))
+    lists = order.order(mesh.degree("pp"), work.num_items)
+    layers = 1
+    if stages and recompute == "full" and any(s.kind == "W" for steps in lists for s in steps):
+        layers = max(1, *(sum(".layers." in name for name in units) for units in stages[1:]))
+    return max(work.item_tokens) / parts * layers
 
 
 def _stages(

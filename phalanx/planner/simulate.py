@@ -50,7 +50,8 @@ def simulate(planned: Planned, limit_bytes: float = 0.0) -> Simulated:
     fold = mesh.size > _UNFOLDED_RANKS
     world = SimWorld(mesh, planned.cost, job=planned.plan.job, fold=fold)
     trace = drive(world, program=planned.program)
-    within = world.peak_bytes()
+    again = planned.again_bytes
+    within = {rank: num_bytes + again for rank, num_bytes in world.peak_bytes().items()}
     peaks = {rank: planned.held_bytes(rank) + within.get(rank, 0.0) for rank in world.ranks}
     fullest = max(peaks, key=lambda rank: peaks[rank])
     limit = limit_of(planned.cluster, limit_bytes)

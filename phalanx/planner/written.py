@@ -53,14 +53,6 @@ def layout_columns(
     stages = [(_zero(spec), mesh.degree(spec.axis)) for spec in specs if spec.family == "data"]
     zero, shard = max(stages, default=(0, 1))
     context = [spec for spec in specs if spec.family == "context" and mesh.degree(spec.axis) > 1]
-    exchanges = (
-        exchange
-        for spec in specs
-        if spec.family == "tensor" and mesh.degree(spec.axis) > 1
-        for rule in spec.rules()
-        if rule.placement == "block"
-        for exchange in rule.exchanges
-    )
     kind = context[0].policy_name.replace("_", "-") if context else CONTEXT_KINDS[0]
     ranks = shard * degree("context")
     return {
@@ -77,8 +69,18 @@ def layout_columns(
         "virtual": chunks if pipeline > 1 else 1,
         "schedule": SCHEDULES.index(name if pipeline > 1 else "1f1b"),
         "expert_tensor": degree("tensor") if has_experts else 1,
-        "sequence_parallel": int(any(e.collective == "reduce_scatter" for e in exchanges)),
+        "sequence_parallel": int(
+            any(splits_tokens(spec) and mesh.degree(spec.axis) > 1 for spec in specs)
+        ),
     }
+
+
+def splits_tokens(spec: Spec) -> bool:
+    """Whether ranks of a tensor policy share the tokens between blocks (sequence parallelism)."""
+    blocks = [rule for rule in spec.rules() if rule.placement == "block"]
+    exchanges = [exchange for rule in blocks for exchange in rule.exchanges]
+    is_split = any(each.collective == "reduce_scatter" for each in exchanges)
+    return spec.family == "tensor" and is_split
 
 
 def _zero(spec: Spec) -> int:
