@@ -159,7 +159,7 @@ def _csv_rows(path: str, lines: list[str]) -> Iterator[tuple[str, Mapping[str, A
 
 
 def _asked(where: str, row: Mapping[str, Any]) -> _Asked:
-    is_mooncake = any(name in row for name in (*_MOONCAKE[:2], _MOONCAKE_IDS))
+    is_mooncake = FIELDS[0] not in row and any(name in row for name in _MOONCAKE[:2])
     fields, ids_field = (_MOONCAKE, _MOONCAKE_IDS) if is_mooncake else (FIELDS, _PREFIX)
     absent = [name for name in fields if row.get(name) in (None, "")]
     if absent:

@@ -54,6 +54,11 @@ def test_own_columns_say_the_same_in_json_and_in_a_table(tmp_path):
         assert (keys[0][:2] == keys[2]).all()
 
 
+def test_columns_of_others_beside_our_own_are_not_read(tmp_path):
+    found = read_requests(written(tmp_path, [row(arrival_s=at, timestamp=9 - at) for at in (1, 2)]))
+    assert found.arrival_s.tolist() == [0.0, 1.0]
+
+
 def test_without_ids_nobody_shares(tmp_path):
     assert read_requests(written(tmp_path, [row(), row()])).prefixes is None
     bare = [{name: value for name, value in MOONCAKE[0].items() if name != "hash_ids"}]
