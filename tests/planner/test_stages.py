@@ -25,7 +25,7 @@ RUN = RunWork(
 
 
 def rates(forward_s: float, head_s: float) -> dict[str, float]:
-    found = {"start": 1.5}
+    found = {"start": 1.5, "add": 1.0}
     for op in operators(CONFIG, document_tokens=WORK.document_tokens):
         seconds = head_s if op.op == "head" else forward_s
         found |= {f"{rate_key(op, CONFIG)}.F": seconds, f"{rate_key(op, CONFIG)}.B": 99.0}
@@ -42,7 +42,7 @@ def test_forward_rates_count_every_operator_once_and_no_backward_pass():
 def test_ranks_that_share_a_token_are_priced_by_what_each_of_them_measured():
     """Rates have the shapes of a rank: half of the heads, channels and vocabulary."""
     local, shared = local_config(CONFIG, 2), replace(WORK, tensor_degree=2, context_degree=2)
-    found, num = {}, 0
+    found, num = {"add": 1.0}, 0
     for op in operators(local, document_tokens=WORK.document_tokens):
         found[f"{rate_key(op, local)}.F"] = 0.25 if op.op == "head" else 0.001
         found[f"{rate_key(op, local)}.B"] = 99.0
