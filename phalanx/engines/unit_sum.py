@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from phalanx.engines.local_parts import local_of, placed_as
 from phalanx.engines.memory import make_room
+from phalanx.errors import WorldError
 
 
 class UnitGradients(ABC):
@@ -94,8 +95,18 @@ class UnitGradients(ABC):
                     self._begin_round()
 
     def finish(self) -> None:
-        """The step is over: wait until what was started is done."""
-        assert not self._num_open, f"{self._num_open} parameters did not get all their gradients"
+        """The step is over: wait until what was started is done.
+
+        Raises:
+            WorldError: `train/callback` for parameters that got fewer gradients than there were
+                micro-batches. Which ones may differ from rank to rank, so nothing can be sent for
+                them that would not meet another unit's sum.
+        """
+        if self._num_open:
+            shapes = [tuple(each.shape) for each, left in self._left.items() if left]
+            rule = "of trained weights got no gradient in some micro-batch; a loss must use them"
+            legal = ["plan.data = fsdp, which sums what there is"]
+            raise WorldError("train/callback", "train.loss", shapes, rule, legal=legal)
         if self._left:
             self._left = {}
             self._end()
