@@ -6,7 +6,7 @@
     2       cache and weights     weights by `update_weights` or `wake`, then awake
 
 Adapters stay: they are small. Levels as vLLM's sleep mode counts them; there level 1 moves weights
-to host memory, where they are here already.
+to host memory, here they stay where they are.
 """
 
 from __future__ import annotations

@@ -114,12 +114,16 @@ def describe(engine: ServeEngine, settings: ServeSettings) -> dict[str, Any]:
 
 
 def _device(name: str) -> torch.device:
-    """The device, if torch can use it."""
+    """The device, if torch can use it; a GPU with a number becomes that of the process, which would
+    otherwise open the first one too, for pinned memory."""
     legal = ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
     if name not in legal and (name != "cuda" or len(legal) == 1):
         rule = "torch has no such device here"
         raise JobError("job/bad-value", "serve.device", repr(name), rule, legal=legal)
-    return torch.device(name)
+    device = torch.device(name)
+    if device.index is not None:
+        torch.cuda.set_device(device)
+    return device
 
 
 def _require_memory(settings: ServeSettings, config: DecoderConfig) -> None:
