@@ -29,7 +29,6 @@ import phalanx.engines.train  # noqa: F401  to hold what a training process hold
 from phalanx.cost.local_shapes import local_config
 from phalanx.cost.training import RateKey, Workload, rate_key
 from phalanx.doctor.machine import process_age_s
-from phalanx.engines.memory import return_free_memory
 from phalanx.engines.operator_cases import CASES, evenly
 from phalanx.engines.optim import ShardedAdamW
 from phalanx.engines.process import Process, resident_bytes, start_process
@@ -191,16 +190,10 @@ class OperatorBench:
         return kinds
 
     def _operator(self, op: Operator, copies: int) -> tuple[_Clock, _Clock]:
-        """Time of all copies forward and backward, with all results alive at once.
-
-        A pass begins as a micro-batch does, without free memory, whose pages the system has to
-        give again (`TrainStep`).
-        """
+        """Time of all copies forward and backward, with all results alive at once."""
         cases = [CASES[op.op](self, op) for _ in range(copies)]
         forward, backward = [], []
         for _ in range(1 + _PASSES):
-            if self.process.device.type == "cpu":
-                return_free_memory()
             self.process.barrier()
             start = _Clock.now()
             outputs = [call() for call in cases]
