@@ -19,6 +19,7 @@ from phalanx.units import format_count
 
 _MATTERS = 0.05  # of a step: what is told
 _INTERRUPTIONS = 0.1  # expected in a run: from here on they are told
+_CHEAPER = 0.1  # of the price: from here on another one is told
 _HEADER = ("cluster", "verdict", "time", "cost", "peak of usable", "bound by")
 
 
@@ -203,8 +204,10 @@ def _show_comparison(priced: PricedJob) -> None:
         hang=2,
     )
     if any(each.asked.cluster.machine.price is not None for each in fitting):
+        cheaper = [text for each in fitting if (text := _cheaper(each, priced))]
         paragraph(
-            "cost: that time at the list price of the devices alone (--explain: provider and date)",
+            "cost: that time at the list price of the devices alone (--explain: provider and date)"
+            + (f"; elsewhere for less: {'; '.join(cheaper)}" if cheaper else ""),
             hang=2,
         )
 
@@ -219,6 +222,17 @@ def _show_rented(each: Answer, priced: PricedJob) -> None:
     ]
     if told:
         paragraph(f"{each.asked.text} with failures and restarts: {'; '.join(told)}", hang=2)
+
+
+def _cheaper(each: Answer, priced: PricedJob) -> str:
+    """A run of dollars that is hardly ever interrupted, where devices cost clearly less."""
+    most = (1 - _CHEAPER) * each.dollars[0]
+    runs = [
+        f"{dollars(tuple(run.usd)).partition(' (')[0]} {run.rental.terms}"
+        for run in priced.rented(each)
+        if run.interruptions < _INTERRUPTIONS and 1.0 <= each.dollars[0] and run.usd.value < most
+    ]
+    return f"{each.asked.text} {', '.join(runs)}" if runs else ""
 
 
 def _overlap(a: Sequence[float], b: Sequence[float]) -> bool:

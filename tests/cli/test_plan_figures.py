@@ -61,3 +61,18 @@ def test_moments_in_host_memory_are_told_as_memory_of_the_host(capsys, tmp_path)
     cluster = json.loads(file.read_text())["clusters"][0]
     assert cluster["host_state_bytes"] == 8 * 8_030_261_248  # two moments of four bytes
     assert "for moments of each host: 1xh100 59.8 GiB" in text
+
+
+def test_lower_prices_of_the_same_devices_are_told_beside_that_of_the_list(capsys, tmp_path):
+    file = tmp_path / "plan.json"
+    words = ["llama-3.1-8b", "--full", "--seq", "1024", "--global-tokens", "64k", "--on", "8xh100"]
+    words += ["--tokens", "100M"]
+    assert run(["plan", *words, "--json", str(file)]) == 0
+    assert run(["plan", *words]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    runs = json.loads(file.read_text())["clusters"][0]["rented"]
+    listed, *others = sorted(runs, key=lambda each: -each["usd"][0])
+    assert others and "elsewhere for less: 8xh100 " in text
+    told = text.partition("elsewhere for less: 8xh100 ")[2]
+    assert f"${listed['usd'][0]:,.2f}" not in told
+    assert all(f"${each['usd'][0]:,.2f} {each['terms']}" in told for each in others)
