@@ -17,6 +17,7 @@ from torch import Tensor
 
 from phalanx.layout.token_layout import KeysSeen
 from phalanx.ops.partial_sum import finite
+from phalanx.ops.placed import placed
 
 _QUERY_BLOCK = 128  # a block's scores stay in cache
 
@@ -100,12 +101,13 @@ class _Block:
 
 
 def _blocks(seen: KeysSeen, device: torch.device) -> Iterator[_Block]:
-    first_Q, last_Q = torch.from_numpy(seen.first_Q), torch.from_numpy(seen.last_Q)
+    first_Q, last_Q = seen.first_Q, seen.last_Q
+    there_Q = placed(first_Q, device), placed(last_Q, device)
     for start in range(0, len(first_Q), _QUERY_BLOCK):
         rows = slice(start, min(start + _QUERY_BLOCK, len(first_Q)))
         low, high = int(first_Q[start]), int(last_Q[rows.stop - 1])
         if low < high:
-            first_R1, last_R1 = ((x[rows, None] - low).to(device) for x in (first_Q, last_Q))
+            first_R1, last_R1 = (x_Q[rows, None] - low for x_Q in there_Q)
             # ends neither fall, so the last query begins last and the first one ends first
             oldest, newest = int(first_Q[rows.stop - 1]), int(last_Q[start])
             all_see = slice(min(oldest, high) - low, max(newest, low) - low)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
 from phalanx.layout.token_layout import LAYOUTS, KeysSeen, token_layout
-from phalanx.ops import native
+from phalanx.ops import native, partial_blocks
 from phalanx.ops.attention import Documents, packed_attention
 from phalanx.ops.partial_attention import partial_attention, partial_attention_backward
 from phalanx.ops.partial_sum import add_partial_
+from phalanx.ops.placed import placed
 
 S, H, K, C = 264, 4, 2, 8
 COMPILED = 32  # channels, of which compiled attention takes multiples
@@ -120,3 +122,24 @@ def test_compiled_parts_are_no_further_from_float64_than_attention_in_one(
     for mine, one, theirs in zip((found[0], *found[2:]), whole, (exact[0], *exact[2:])):
         error = (mine.double() - theirs).norm()
         assert error < 1.05 * (one.double() - theirs).norm()
+
+
+def test_blocks_without_a_kernel_ask_a_gpu_for_nothing_and_copy_their_bounds_once(monkeypatch):
+    """Heads of more channels than flash attention is compiled for; tensors without values."""
+    copied = []
+
+    def noted(array, device):
+        copied.append(len(array))
+        return placed(array, device)
+
+    monkeypatch.setattr(partial_blocks, "placed", noted)
+    seen = KeysSeen.between(np.arange(S), np.arange(S), BOUNDS, 40)
+    q, k, v, grad = (
+        torch.empty(S, heads, 512, dtype=torch.bfloat16, device="meta") for heads in (H, K, K, H)
+    )
+    out, lse = partial_attention(q, k, v, seen, scale=0.3)
+    grads = partial_attention_backward(grad, q, k, v, out, lse, seen, scale=0.3)
+    assert [tuple(x.shape) for x in (out, lse, *grads)] == [
+        (S, H, 512), (S, H), (S, H, 512), (S, K, 512), (S, K, 512)
+    ]  # fmt: skip
+    assert copied == [S] * 4, "first and last, forward and backward"
