@@ -16,7 +16,7 @@ from typing import Any
 
 from phalanx.data.batches import step_batch
 from phalanx.engines.callbacks import Callback, Callbacks, Run
-from phalanx.engines.checkpoint import Progress, StopSignal, latest, restore
+from phalanx.engines.checkpoint import Progress, StopSignal, restore
 from phalanx.engines.checkpoint.manifest import step_folder
 from phalanx.engines.metrics import write_traces
 from phalanx.engines.process import PeakMemory, Process
@@ -57,6 +57,7 @@ class TrainRun:
         self.progress = Progress(0)
         self.answers_before: list[list[int]] = []
         self._peak_bytes: int | None = None
+        self._has_best = True  # unless it cannot be found where it was kept
 
     def go(self) -> TrainResult:
         """Model, evaluation, steps, evaluation, export."""
@@ -288,10 +289,14 @@ class TrainRun:
         progress = self.progress
         if not self.job.train.keep_best or progress.best_step == progress.step:
             return False
-        path = latest(self.parts.checkpoints.folder, BEST)
-        if path is not None:
+        path = step_folder(self.parts.checkpoints.folder, BEST, progress.best_step)
+        self._has_best = path.is_dir()
+        if self._has_best:
             restore(path, self.parts.model, self.parts.optimizer, self.process, weights_only=True)
-        return path is not None
+        else:
+            lost = f"the weights of step {progress.best_step}, with the lowest loss, were not kept"
+            self._warn(f"{lost}: those of the last step are exported")
+        return self._has_best
 
     def _export(self, is_last: bool) -> dict[str, Any]:
         """Where a whole model finds no room, a checkpoint of what was trained may: then the run
@@ -313,7 +318,7 @@ class TrainRun:
     def _result(self, stopped: str, peak_bytes: float, written: Mapping[str, Any]) -> TrainResult:
         progress, report = self.progress, self.report
         losses = [loss for _, loss in progress.evaluations]
-        best = self.job.train.keep_best and bool(losses)
+        best = self.job.train.keep_best and self._has_best
         self.seconds["train"] = train_s = sum(report.step_s)
         result = TrainResult(
             steps=progress.step,

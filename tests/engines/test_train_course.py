@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import resource
+import shutil
 import signal
+import time
 
 import pytest
 import torch
@@ -108,6 +110,31 @@ def test_the_best_weights_are_exported_and_the_run_stops_early(tmp_path, source)
     if result.best_step:
         run_train(tmp_path / "best", best, {"shard": 2})
         assert same_weights(tmp_path / "run", tmp_path / "best")
+
+
+class LosesTheBest(Callback):
+    """As a disk does that was full when they were to be written."""
+
+    def on_evaluate(self, run):
+        if run.step < 4:
+            return
+        while not (kept := list((run.folder / "checkpoints").glob("best-*"))):
+            time.sleep(0.01)
+        shutil.rmtree(kept[0])
+
+
+@pytest.mark.dist
+def test_where_the_best_weights_are_gone_the_last_ones_are_told(tmp_path, source):
+    flags = {"data.source": source, "train.steps": 4, "train.eval_every": 1, "train.lr": 30.0}
+    flags |= {"train.warmup_steps": 0, "train.keep_best": True, "train.clip_norm": 0.0}
+    result, metrics = run_train(tmp_path / "run", flags, callbacks=[LosesTheBest()])
+    losses = values(metrics, "evaluate", "loss")
+    assert result.best_step < 4 and result.loss_after == losses[-1] > min(losses)
+    (told,) = (line["text"] for line in metrics if "were not kept" in line.get("text", ""))
+    assert told.endswith("those of the last step are exported")
+    last = flags | {"train.keep_best": False}
+    run_train(tmp_path / "last", last)
+    assert same_weights(tmp_path / "run", tmp_path / "last")
 
 
 @pytest.mark.dist
