@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+SLAB_BYTES, _ALIGNED = 1 << 30, 64
 PIECE_BYTES = 1 << 23  # what is read from a tensor before an update may come between
 
 
@@ -76,6 +77,27 @@ def _as_bytes(tensor: Tensor) -> Tensor:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
+def _pinned(like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Pinned memory for copies of these, many in a slab: torch rounds every piece of such memory up
+    to a power of two, which on average would take a third more than the tensors."""
+    slabs: list[list[str]] = []
+    room = 0
+    sizes = {name: -(-each.nbytes // _ALIGNED) * _ALIGNED for name, each in like.items()}
+    for name, size in sizes.items():
+        if size > room:
+            slabs.append([])
+            room = max(SLAB_BYTES, size)
+        slabs[-1].append(name)
+        room -= size
+    found: dict[str, Tensor] = {}
+    for names in slabs:
+        slab = torch.empty(sum(map(sizes.get, names)), dtype=torch.uint8, pin_memory=True)
+        for name, part in zip(names, slab.split([sizes[name] for name in names])):
+            each = like[name]
+            found[name] = part[: each.nbytes].view(each.dtype).view(each.shape)
+    return found
+
+
 class Staging:
     """Where the values of one snapshot are.
 
@@ -92,10 +114,11 @@ class Staging:
         """The values as they are now; on CUDA complete only after `wait`."""
         if not self._is_cuda:
             return Values(tensors)
+        new = {name: each for name, each in tensors.items() if name not in self._kept}
+        self._kept |= _pinned({name: each for name, each in new.items() if each.is_cuda})
         for name, each in tensors.items():
-            if name not in self._kept:
-                options = {"dtype": each.dtype, "pin_memory": each.is_cuda}
-                self._kept[name] = torch.empty(each.shape, **options)
+            if name not in self._kept:  # an offloaded state
+                self._kept[name] = torch.empty_like(each)
             self._kept[name].copy_(each, non_blocking=True)
         self._copied = torch.cuda.Event()
         self._copied.record()
