@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from time import perf_counter, process_time
 from typing import NamedTuple
 
@@ -42,6 +42,7 @@ _COPIES, _PASSES = 6, 3
 _SHORT_VOCABULARY = 1 << 13  # enough tiles of the head to meet all its shapes
 _OPTIMIZER_TENSORS = 128
 _GATHERED_ROWS, _GATHERED_MATRICES = 1024, 8
+_EXCHANGES = 40
 _REDUCED_PARTS = 16  # of the trained elements, one is reduced at once
 
 
@@ -296,7 +297,24 @@ class OperatorBench:
             unit.reshard()
             rows_SD.zero_()
 
-        return self._bytes_per_s(calls, forget)
+        rates = self._bytes_per_s(calls, forget)
+        if self.work.tensor_degree > 1:
+            rates["all_reduce"] = self._among_products(rows_SD, group)
+        return rates
+
+    def _among_products(self, rows_SD: Tensor, group: dist.ProcessGroup) -> Rate:
+        """Of an all-reduce between blocks: ranks come to it from products of their own, and what
+        one waits for another is part of it."""
+        width = self.config.intermediate_size
+        product, spent_s = Projection(rows_SD.shape[1], width, dtype=self.dtype), []
+        with torch.no_grad():
+            for _ in range(_EXCHANGES):
+                product(rows_SD)
+                start = _Clock.now()
+                dist.all_reduce(rows_SD, group=group)
+                spent_s.append(_Clock.now().since(start).wall_s)
+                rows_SD.zero_()
+        return Rate(self.process.mean(rows_SD.nbytes / mean(spent_s[2:])), "byte/s")
 
     def _pass_on(self, rows_SD: Tensor, group: dist.ProcessGroup) -> None:
         """A message to the next rank and one from the rank before; alone, a copy."""

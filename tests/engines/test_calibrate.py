@@ -11,6 +11,7 @@ from phalanx.engines import calibrate as calibration
 from phalanx.mesh import Mesh
 from phalanx.models.spec import LoraSpec, small_config
 from phalanx.policies.data.fsdp import Fsdp
+from phalanx.policies.tensor.megatron import Megatron
 
 CONFIG = small_config(
     vocab_size=300,
@@ -70,3 +71,17 @@ def test_rates_are_enough_for_a_prediction_and_are_kept(tmp_path, monkeypatch, l
     assert calibration.calibrate(CONFIG, work, num_processes=2) == table
     with pytest.raises(AssertionError, match="measured again"):
         calibration.calibrate(CONFIG, replace(work, row_tokens=46), num_processes=2)
+
+
+@pytest.mark.dist
+def test_ranks_that_share_products_are_measured_with_their_own_and_wait_for_each_other(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    shared = replace(WORK, tensor_degree=2)
+    rates = calibration.calibrate(CONFIG, shared, num_processes=2)["rates"]
+    assert "linear.16x32.trained.F" in rates  # one of two heads
+    found = predict(CONFIG, shared, [Megatron()], rates, mesh=Mesh(tp=2))
+    exchanges = 4 * CONFIG.num_layers + 2
+    moved = exchanges * WORK.tokens * CONFIG.hidden_size * 4
+    assert found.seconds["exchange"] == pytest.approx(moved / rates["all_reduce"]["value"])
