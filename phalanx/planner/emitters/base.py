@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import translate
 from pathlib import Path
 from textwrap import wrap
 from typing import Any
@@ -162,12 +161,17 @@ def peft_expression(targets: Sequence[str]) -> str:
     if not any(set(each) & set("*?[") for each in targets):
         return ""
     parts = [
-        translate(each).removeprefix("(?s:").rpartition(")")[0]
-        if set(each) & set("*?[")
-        else rf".*\.{re.escape(each)}"
+        _expression(each) if set(each) & set("*?[") else rf".*\.{re.escape(each)}"
         for each in targets
     ]
     return "|".join(part.replace(r"experts\.", r"experts\.(\d+\.)?") for part in parts)
+
+
+def _expression(pattern: str) -> str:
+    """A pattern of file names as a regular expression."""
+    plain = re.escape(pattern).replace(r"\*", ".*").replace(r"\?", ".")
+    one_of = re.compile(r"\\\[(!?)(.+?)\\\]")
+    return one_of.sub(lambda m: f"[{'^' if m[1] else ''}{m[2].replace(chr(92), '')}]", plain)
 
 
 class _BlockDumper(yaml.SafeDumper):

@@ -31,8 +31,11 @@ def read_targets(reading: Reading) -> bool:
         JobError: `foreign/value` for an expression that is none, or that names no matrix.
     """
     entry = reading.document.entries.get(_MODULES)
-    if entry is not None and isinstance(entry.value, str) and not _PLAIN.fullmatch(entry.value):
-        found = _of_expression(reading, entry.value)
+    value = entry.value if entry is not None else None
+    if isinstance(value, list) and len(value) == 1:
+        (value,) = value  # TRL unpacks it
+    if isinstance(value, str) and not _PLAIN.fullmatch(value):
+        found = _of_expression(reading, value)
         reading.set("lora_targets", found, reading.where(_MODULES))
     else:
         reading.names(_MODULES, "lora_targets")

@@ -1,5 +1,8 @@
 """Names, expressions and parameters by which PEFT's programs say which matrices are adapted."""
 
+import re
+from fnmatch import fnmatchcase
+
 import pytest
 
 from phalanx.errors import JobError
@@ -71,5 +74,14 @@ def test_weights_packed_by_gptq_have_four_bits():
 def test_patterns_are_written_as_the_expression_that_is_read_again():
     targets = ("q_proj", "*.mlp.up_proj", "*.experts.down_proj")
     expression = peft_expression(targets)
-    assert read(f"lora_target_modules: '{expression}'").lora_targets == targets
+    for line in (f"'{expression}'", f"['{expression}']"):
+        assert read(f"lora_target_modules: {line}").lora_targets == targets
     assert peft_expression(("q_proj", "v_proj")) == ""
+
+
+@pytest.mark.parametrize("pattern", ["*.mlp.*", "*.self_attn.[qv]_proj", "*[!k]_proj", "*.?_proj"])
+def test_an_expression_matches_what_its_pattern_does(pattern):
+    expression = re.compile(peft_expression((pattern,)))
+    for name in ("self_attn.q_proj", "self_attn.k_proj", "mlp.up_proj", "mlp.down_proj"):
+        module = f"model.layers.3.{name}"
+        assert bool(expression.fullmatch(module)) == fnmatchcase(module, pattern)
