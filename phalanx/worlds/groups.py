@@ -71,6 +71,8 @@ class LogicalGroup:
         prefix = dist.PrefixStore(f"{self.name}/{epoch}/{who}/", self.store)
         rank, timeout = self.members.index(self.my_id), timedelta(seconds=self.timeout_s)
         try:
+            if "gloo" not in self.kind:  # NCCL connects at the first exchange only
+                _meet(prefix, rank, len(members), timeout)
             self._group = LoggedGroup(
                 self.kind, prefix, rank, self.members, timeout, axis=self.name
             )
@@ -119,6 +121,12 @@ class LogicalGroup:
     def _broken(self, code: str, rule: str, detail: str = "") -> WorldError:
         where = f"group {self.name}, epoch"
         return WorldError(code, where, self.epoch, rule, detail=detail)
+
+
+def _meet(store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+    """Wait until all ranks of a group are here; RuntimeError when they do not come."""
+    store.set(f"here/{rank}", "")
+    store.wait([f"here/{each}" for each in range(size)], timeout)
 
 
 def bury(group: LoggedGroup, timeout_s: float) -> None:

@@ -6,11 +6,14 @@ import os
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from torch.distributed import HashStore
 
 from phalanx.errors import WorldError
+from phalanx.worlds import groups
 from phalanx.worlds.groups import LogicalGroup, bury
 from tests.ranks import DIED, current_store, run_ranks
 
@@ -110,3 +113,21 @@ def test_nccl_groups_are_aborted_long_before_the_watchdog_ends_the_process():
         bury(group, timeout_s=3600.0)
     assert nccl.backend.is_aborted.wait(20.0)
     assert not gloo.backend.is_aborted.is_set(), "its threads are waited for"
+
+
+def form_with(store: HashStore, my_id: int, members: tuple[int, ...], timeout_s: float) -> str:
+    group = LogicalGroup(store, "islands", my_id, kind="nccl", timeout_s=timeout_s)
+    try:
+        return group.form(members, 3).kind
+    except WorldError as error:
+        return f"{error.code}: {error.rule}"
+
+
+def test_an_epoch_over_nccl_forms_when_all_have_come_too(monkeypatch):
+    """NCCL's group connects nobody when it is made, so the members meet at the store."""
+    monkeypatch.setattr(groups, "LoggedGroup", lambda kind, *_args, **_options: Group(kind))
+    assert form_with(HashStore(), 0, (0, 1), 0.3).startswith("world/timeout: not all of (0, 1)")
+    store = HashStore()
+    with ThreadPoolExecutor(2) as pool:
+        formed = [pool.submit(form_with, store, each, (5, 7), 30.0) for each in (5, 7)]
+    assert [each.result() for each in formed] == ["nccl", "nccl"]
