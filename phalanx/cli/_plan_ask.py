@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +127,9 @@ class Asked:
         if foreign.role != "train":
             rule = "is the configuration of a server; a training plan was asked for"
             raise JobError("job/bad-value", "--from", path, rule)
+        if seq := self._asks.get("seq_tokens"):
+            told = {**foreign.origin, "row_tokens": "--seq"}
+            foreign = replace(foreign, row_tokens=seq, origin=told)
         number = asked_clusters(self._on)[0].cluster.num_devices if self._on else 0
         own = {*parse_flags(self._arguments), *(key for key, it in self._keys.items() if it)}
         for key, value in job_keys(foreign, number).items():

@@ -138,15 +138,26 @@ def test_plans_of_other_batches_are_compared_by_the_token(tmp_path):
     assert second.gain_frac == pytest.approx(both[1].gain_frac, abs=0.05)
 
 
-def _priced(folder, text, on="2xrtx4090"):
-    return _all_priced(folder, text, on)[0]
+def _priced(folder, text, on="2xrtx4090", seq=""):
+    return _all_priced(folder, text, on, seq)[0]
 
 
-def _all_priced(folder, text, on):
+def _all_priced(folder, text, on, seq=""):
     file = folder / "axolotl.yaml"
     file.write_text(text)
     asked = Asked("", "", "", on, [])
     asked.method(None, False, "")
+    asked.rows(seq, "", "")
     asked.read(str(file))
     question = asked.question(precision="", base_bits=0, software="")
     return price_job(asked.job(), question).given
+
+
+def test_rows_that_are_asked_for_are_those_of_the_file_s_plan_too(tmp_path):
+    text = "base_model: llama-3.1-8b\nadapter: lora\nlora_r: 8\nmicro_batch_size: 2\n"
+    text += "sequence_len: 2000\ngradient_checkpointing: true\n"
+    own, longer = (_priced(tmp_path, text, "2xh100", seq) for seq in ("", "4096"))
+    assert own.plan.sized.row["row_tokens"] == 2000 and own.step_tokens == 2 * 2 * 2000
+    assert longer.plan.sized.row["row_tokens"] == 4096 and longer.step_tokens == 2 * 2 * 4096
+    assert not longer.has_other_batch
+    assert longer.plan.sized.peak_bytes > own.plan.sized.peak_bytes
