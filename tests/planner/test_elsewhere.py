@@ -12,6 +12,7 @@ class Data:
     """What a run has prepared."""
 
     train = profile().samples
+    held_out = profile().samples
     audit = profile().audit
 
 
