@@ -32,9 +32,9 @@ they are most (`cost.step_memory` names the moments; F = 1 without shards)
                    without shards), K + G of the unit that is being reduced; of a head 2 K as the
                    loss makes it, K until its unit is reduced
     optimizer      8 / F per trained element
-    activations    S * sum of saved bytes, less what is computed again; none at the end; of a context
-                   axis that gathers, every layer's keys and values of other ranks too
-    logits         at the loss its chunk of them; its gradient's tile and rows
+    activations    S * sum of saved bytes, less what is computed again; none at the end; where ranks
+                   of a context axis gather keys and values, those of all others too
+    logits         at the loss the largest of its chunks; its gradient's tile and rows
     runtime        what the libraries hold beside tensors, measured
     kernels        code that CPU libraries compile and keep for every new shape, measured for all
 
