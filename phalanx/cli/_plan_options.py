@@ -47,7 +47,12 @@ LargestOf = Annotated[
 ]
 # what is assumed
 Precision = Annotated[
-    str, typer.Option("--precision", help="Of matrix products: bf16 (default), fp16, fp8, fp4.")
+    str,
+    typer.Option(
+        "--precision",
+        help="Of matrix products: bf16 (default), fp16, fp8, fp4. With --serve of the weights, "
+        "int8, int4 and mxfp4 too (default: as the checkpoint stores them).",
+    ),
 ]
 BaseBits = Annotated[
     int,

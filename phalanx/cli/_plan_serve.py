@@ -73,8 +73,8 @@ def plan_serving(
         rule = "write two plans: each is priced as its program serves; ask twice"
         raise JobError("job/syntax", "--output, --emit", None, rule)
     job = resolve("", model or (given.model or "" if given else ""), "", arguments)
-    own = {"precision": words["precision"] or weight_precision(given)} if given else {}
-    question = serve_question({**words, **own})
+    stored = weight_precision(given, job.model.name)
+    question = serve_question({**words, "precision": words["precision"] or stored})
     served = priced_model(job)
     require_positions(served, question)
     shape = served.sizes

@@ -43,7 +43,7 @@ def serve_question(words: Mapping[str, str]) -> ServeQuestion:
         requests=requests,
         ttft_s=_seconds(words["ttft"], "--ttft"),
         tpot_s=_seconds(words["tpot"], "--tpot"),
-        precision=words["precision"] or "bf16",
+        precision=words["precision"],
         software=words["software"] or "vllm",
         shared_tokens=_shared(shared, int(lengths["prompt"])) if shared else 0,
         reuses_prefixes=not words.get("no-prefix-cache"),

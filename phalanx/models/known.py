@@ -40,6 +40,7 @@ class KnownModel:
         params, active: parameters in all and per token, as printed ("30.5B"); "" where nobody
             printed them or only a name says so.
         left_out: of them in parts that a `ModelShape` leaves out, such as a tower for pictures.
+        stored: precision of the published weights (of a mixture's experts), as servers name it.
     """
 
     names: tuple[str, ...]
@@ -48,6 +49,7 @@ class KnownModel:
     params: str = ""
     active: str = ""
     left_out: str = ""
+    stored: str = "bf16"
 
     @property
     def shape(self) -> ModelShape:
@@ -87,17 +89,19 @@ def known_shape(name: str) -> ModelShape | None:
     Capitals, the owner, separators and words that change no size (Instruct, FP8, dates) do not
     matter: "Meta-Llama-3.1-8B-Instruct-FP8" is "llama3.1-8b".
     """
-    by_name = _by_name()
-    for key in _spellings(name):
-        if key in by_name:
-            return by_name[key].shape
-    return None
+    found = _found(name)
+    return found.shape if found else None
+
+
+def published_precision(name: str) -> str:
+    """Of the weights that the maker of a model published; "bf16" where it is not known."""
+    found = _found(name)
+    return found.stored if found else "bf16"
 
 
 def hub_name_of(name: str) -> str:
     """Owner and name on the Hub, in lower case, of a model by its short name; "": not known."""
-    by_name = _by_name()
-    found = next((by_name[key] for key in _spellings(name) if key in by_name), None)
+    found = _found(name)
     names = [each for each in found.names if "/" in each] if found else []
     alike = [each for each in names if _plain(each.rsplit("/", 1)[-1]) == _plain(name)]
     return next(iter([*alike, *names]), "")
@@ -126,6 +130,11 @@ def shape_at(name: str, log: Callable[[str], None] = print) -> tuple[ModelShape,
         raise JobError("job/syntax", str(file), None, "must be a JSON object")
     label = file.parent.name if Path(name).name == file.name == "config.json" else Path(name).name
     return shape_of_keys(table, str(file), label), table
+
+
+def _found(name: str) -> KnownModel | None:
+    by_name = _by_name()
+    return next((by_name[key] for key in _spellings(name) if key in by_name), None)
 
 
 @cache

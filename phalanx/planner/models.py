@@ -11,7 +11,7 @@ from phalanx.cost.model_shape import ModelShape, shape_of
 from phalanx.errors import JobError, PhalanxError
 from phalanx.job import Job
 from phalanx.models.config import DecoderConfig, parse_config
-from phalanx.models.known import known_models, known_shape, shape_at
+from phalanx.models.known import known_models, known_shape, published_precision, shape_at
 from phalanx.models.named import is_here, named_model
 from phalanx.models.source import model_source
 
@@ -115,8 +115,22 @@ def _described(name: str) -> PricedModel:
 
 def stored_bits(name: str) -> int:
     """Of a weight in a checkpoint, by the words of its name ("Qwen3-32B-AWQ"): 4, 8 or 16."""
-    words = set(re.split(r"[-_. ]", name.rstrip("/").rsplit("/", 1)[-1].lower()))
+    words = _words(name)
     return 4 if words & _FOUR_BITS else 8 if words & _EIGHT_BITS else 16
+
+
+def stored_precision(name: str) -> str:
+    """Of a checkpoint's weights, as servers name it: by the words of its name, or as published."""
+    words, bits = _words(name), stored_bits(name)
+    if bits == 4:
+        return "fp4" if words & {"nvfp4", "fp4"} else "mxfp4" if "mxfp4" in words else "int4"
+    if bits == 8:
+        return "fp8" if words & {"fp8", "float8"} else "int8"
+    return "bf16" if words & {"bf16", "fp16", "bfloat16"} else published_precision(name)
+
+
+def _words(name: str) -> set[str]:
+    return set(re.split(r"[-_. ]", name.rstrip("/").rsplit("/", 1)[-1].lower()))
 
 
 def _log(text: str) -> None:

@@ -10,6 +10,7 @@ from phalanx.cost.model_shape import ModelShape
 from phalanx.errors import PhalanxError
 from phalanx.planner.clusters import AskedCluster
 from phalanx.planner.importers import ForeignPlan
+from phalanx.planner.models import stored_precision
 from phalanx.planner.serve_plan import ServeAnswer, ServeQuestion, serve_answer
 
 _NAMES = {
@@ -37,8 +38,10 @@ class GivenServer:
     started: int = 1
 
 
-def weight_precision(foreign: ForeignPlan) -> str:
-    """Of the weights that the file asks for: its quantisation, or as they are published."""
+def weight_precision(foreign: ForeignPlan | None, name: str) -> str:
+    """Of the weights that the file asks for: its quantisation, or as the checkpoint stores them."""
+    if foreign is None or foreign.weight_bits is None:
+        return stored_precision(name)
     if foreign.weight_bits == 4:
         return "fp4" if foreign.precision == "fp4" else "int4"
     return "fp8" if foreign.weight_bits == 8 else "bf16"

@@ -72,7 +72,7 @@ def test_active_parameters_count_the_head_and_not_the_embedding():
         ("gptj-99", "EleutherAI/gpt-j-6b"),
         ("Qwen/Qwen3-30B-A3B-Instruct-2507", "qwen3-30b-a3b"),
         ("mistralai/Mixtral-8x22B-Instruct-v0.1", "mixtral-8x22b"),
-        ("moonshotai/Kimi-K2-Thinking", "kimi-k2"),
+        ("moonshotai/Kimi-K2-Thinking", "kimi-k2.5"),
         ("Nemotron_3_Super", "nvidia/NVIDIA-Nemotron-3-Super-120B-A12B"),
         ("Nemotron V3 Ultra 550B", "nemotron-3-ultra"),
         ("CodeLlama-13b-hf", "codellama-13b"),
