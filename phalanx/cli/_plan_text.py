@@ -76,7 +76,7 @@ def _show_data(profile: DataProfile) -> None:
     audit = profile.audit
     dropped = f"{audit.rows_dropped:,}" if audit.rows_dropped else "none"
     lengths = f"p50 {profile.quantile(0.5):,}, p99 {profile.quantile(0.99):,}"
-    kept = f"; {profile.held_out:,} held out" if profile.held_out else ""
+    kept = f"; {profile.held_out:,} more held out" if profile.held_out else ""
     again = f" ({audit.rows_duplicate:,} of them repeat another)" if audit.rows_duplicate else ""
     counted = f"{100 * profile.counted_frac:.0f} % count"
     paragraph(
