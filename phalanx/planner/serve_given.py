@@ -19,6 +19,7 @@ _NAMES = {
     "expert": "expert parallel",
     "attention_dp": "attention replicas",
 }
+_WEIGHT_BITS = {"fp8": 8, "int8": 8, "fp4": 4, "mxfp4": 4, "int4": 4}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,16 +105,18 @@ def server_of(model: str, answer: ServeAnswer, question: ServeQuestion) -> Forei
     """The best engine of a cluster as other programs start it.
 
     Engines of a dense model are one server with as many data ranks; of a mixture it is one engine,
-    to be started as often as there are engines.
+    to be started as often as there are engines. Weights that are served as the checkpoint stores
+    them need no word: engines read their format there.
     """
     best = answer.best
     assert best is not None
     degrees = best.degrees
     is_mixture = max(degrees["expert"], degrees["attention_dp"]) > 1
     data = degrees["attention_dp"] if is_mixture else best.replicas
-    bits = {"fp8": 8, "int8": 8, "fp4": 4, "mxfp4": 4, "int4": 4}.get(question.precision, 16)
-    is_own = question.precision in ("fp8", "fp4", "fp16")
-    products = question.precision if is_own else answer.asked.cluster.machine.half
+    precision, is_stored = question.precision, question.precision == stored_precision(model)
+    bits = 16 if is_stored else _WEIGHT_BITS.get(precision, 16)
+    is_own = precision in ("fp8", "fp4", "fp16") and not is_stored
+    products = precision if is_own else answer.asked.cluster.machine.half
     return ForeignPlan(
         kind="phalanx",
         role="serve",
@@ -127,7 +130,7 @@ def server_of(model: str, answer: ServeAnswer, question: ServeQuestion) -> Forei
         caches_prefixes=None if question.reuses_prefixes else False,
         precision=products,
         weight_bits=bits if bits < 16 else None,
-        kv_bits=8 if products in ("fp8", "fp4") else None,
+        kv_bits=8 if precision in ("fp8", "fp4") else None,
     )
 
 

@@ -34,3 +34,25 @@ def test_a_server_holds_the_published_weights_unless_asked(capsys, words, bytes_
     fits_in_fp8 = 671e9 * bytes_ < 8 * 141e9  # 671 GB of fp8 weights fit, 1.3 TB do not
     assert document["fits"] == fits_in_fp8
     assert code == (0 if fits_in_fp8 else 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "flags"),
+    [
+        ("openai/gpt-oss-120b", (), ["--dtype bfloat16"]),
+        ("Qwen/Qwen3-32B-AWQ", (), ["--dtype bfloat16"]),
+        ("Qwen/Qwen3-32B-FP8", (), ["--dtype bfloat16", "--kv-cache-dtype fp8"]),
+        (
+            "Qwen/Qwen3-32B",
+            ("--precision", "fp8"),
+            ["--quantization fp8", "--kv-cache-dtype fp8"],
+        ),
+    ],
+)
+def test_an_engine_is_told_of_no_weights_but_those_it_has_to_make(tmp_path, name, words, flags):
+    argv = ["plan", name, "--serve", "--on", "8xh200", *words, "--emit", f"vllm:{tmp_path}"]
+    assert main(argv) == 0
+    script = (tmp_path / "serve.sh").read_text()
+    told = [flag for flag in ("--dtype", "--quantization", "--kv-cache-dtype") if flag in script]
+    assert told == [flag.split()[0] for flag in flags]
+    assert all(flag in script for flag in flags)
