@@ -9,8 +9,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import NamedTuple
+
+from phalanx.models.spec import is_target
 
 SPLITS = ("column", "row", "none")
 
@@ -304,10 +305,4 @@ _LINEAR = {
 
 
 def _is_among(names: Sequence[str], patterns: Sequence[str]) -> bool:
-    """Whether a pattern is the end of such a module's name, or matches the whole."""
-    modules = [f"model.layers.0.{name}" for name in names]
-    return any(
-        module.endswith(f".{each}") or fnmatchcase(module, each)
-        for module in modules
-        for each in patterns
-    )
+    return any(is_target(f"model.layers.0.{name}", each) for name in names for each in patterns)

@@ -28,6 +28,7 @@ __all__ = [
     "LoraSpec",
     "TensorSpec",
     "canonical_tensors",
+    "is_target",
     "kv_bytes",
     "kv_token_bytes",
     "layer_tensors",
@@ -239,8 +240,10 @@ class LoraSpec:
         return self.alpha / self.rank
 
 
-def _matches(module: str, pattern: str) -> bool:
-    return module.rsplit(".", 1)[-1] == pattern or fnmatchcase(module, pattern)
+def is_target(module: str, pattern: str) -> bool:
+    """Whether an adapter's target names a module: the end of its name, as PEFT has it, or a pattern
+    of the whole."""
+    return f".{module}".endswith(f".{pattern}") or fnmatchcase(module, pattern)
 
 
 def lora_targets(config: DecoderConfig, lora: LoraSpec) -> list[TensorSpec]:
@@ -253,12 +256,12 @@ def lora_targets(config: DecoderConfig, lora: LoraSpec) -> list[TensorSpec]:
         name: spec for at in range(config.num_layers) for name, spec in _matrices(config, at)
     }
     for pattern in lora.targets:
-        if not any(_matches(module, pattern) for module in modules):
+        if not any(is_target(module, pattern) for module in modules):
             legal = nearest_names(pattern, PROJECTIONS)
             rule = "matches no matrix of the model"
             raise JobError("job/bad-value", "train.lora_targets", repr(pattern), rule, legal=legal)
     return [
-        spec for module, spec in modules.items() if any(_matches(module, p) for p in lora.targets)
+        spec for module, spec in modules.items() if any(is_target(module, p) for p in lora.targets)
     ]
 
 
@@ -287,7 +290,7 @@ def lora_warnings(config: DecoderConfig, lora: LoraSpec) -> list[str]:
             continue
         for (name, shares), layers in kinds.items():
             modules = [module for at in layers for module, _ in _matrices(config, at)]
-            if not any(_matches(module, pattern) for module in modules):
+            if not any(is_target(module, pattern) for module in modules):
                 which = f"{len(layers)} {name} layers"
                 which += " that use keys and values of other layers" if shares else ""
                 near = f"they have {', '.join(sorted({m.rsplit('.', 1)[-1] for m in modules}))}"

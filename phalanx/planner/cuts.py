@@ -7,9 +7,13 @@ from functools import lru_cache, partial
 
 import numpy as np
 
-from phalanx.layout.stage_split import most_stages, split_layers
+from phalanx.errors import JobError
+from phalanx.job import Job
+from phalanx.layout.stage_split import job_stages, most_stages, split_layers
+from phalanx.models.adapter_folder import lora_of
 from phalanx.models.config import DecoderConfig
 from phalanx.models.spec import LoraSpec
+from phalanx.planner.models import PricedModel
 
 Cut = Callable[[int], np.ndarray]  # number of chunks -> layers of each, along the model
 _OWN = ("", "phalanx")
@@ -45,3 +49,25 @@ def cut_of(config: DecoderConfig | None, lora: LoraSpec | None, software: str, l
     if config is None or software not in _OWN:
         return partial(equal_cut, layers)
     return partial(trained_cut, config, lora)
+
+
+def written_cut(job: Job, model: PricedModel, num_ranks: int) -> Cut:
+    """The stages that training would run of a job as it is written; equal ones of a model that it
+    does not run.
+
+    Raises:
+        JobError: `job/bad-value` for stages of such a model. PlanError: from `job_stages`.
+    """
+    config, given = model.config, job.plan.stages
+    if config is None:
+        if given:
+            rule = f"the operators of {model.name} are not known, so its stages are equal"
+            raise JobError("job/bad-value", "plan.stages", list(given), rule, legal=[[]])
+        return partial(equal_cut, model.sizes.num_layers)
+    lora = lora_of(job, config)
+
+    def trained(chunks: int) -> np.ndarray:
+        stages = job_stages(config, chunks, num_ranks, given, lora=lora)
+        return np.array([stage.stop - stage.start for stage in stages])
+
+    return trained

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -20,9 +19,7 @@ from phalanx.cost.training_plans import TrainingPlans
 from phalanx.errors import JobError, shown
 from phalanx.hardware import Cluster, parse_cluster
 from phalanx.job import Job
-from phalanx.layout.stage_split import job_stages
-from phalanx.models.adapter_folder import lora_of
-from phalanx.planner.cuts import Cut, equal_cut
+from phalanx.planner.cuts import written_cut
 from phalanx.planner.make import mesh_of, policy_tables
 from phalanx.planner.models import PricedModel, priced_model
 from phalanx.planner.refined import PLAYED, DocumentStep, play_documents
@@ -119,7 +116,7 @@ def simulate_documents(job: Job, documents: Documents, on: str = "") -> Simulate
         raise JobError("job/bad-value", "documents", len(documents), rule)
     model = priced_model(job)
     plan = _plan(job, cluster, model, documents)
-    cut = _cut(job, model, int(plan.pipeline))
+    cut = written_cut(job, model, int(plan.pipeline))
     step = play_documents(model.sizes, plan, cluster.machine, documents, cut)
     report = Report(f"{job.name} on {cluster}, documents of {len(documents)} data ranks")
     _add_rows(report, step, documents, cluster)
@@ -150,23 +147,6 @@ def _plan(job: Job, cluster: Cluster, model: PricedModel, documents: Documents) 
 def _built(table: Mapping[str, Any]) -> Any:
     options = {name: value for name, value in table.items() if name != "family"}
     return build(str(table["family"]), options, f"plan.{table['family']}")
-
-
-def _cut(job: Job, model: PricedModel, num_ranks: int) -> Cut:
-    """The stages that training would run; equal ones of a model that it does not."""
-    config, given = model.config, job.plan.stages
-    if config is None:
-        if given:
-            rule = f"the operators of {model.name} are not known, so its stages are equal"
-            raise JobError("job/bad-value", "plan.stages", list(given), rule, legal=[[]])
-        return partial(equal_cut, model.sizes.num_layers)
-    lora = lora_of(job, config)
-
-    def trained(chunks: int) -> np.ndarray:
-        stages = job_stages(config, chunks, num_ranks, given, lora=lora)
-        return np.array([stage.stop - stage.start for stage in stages])
-
-    return trained
 
 
 def _add_rows(report: Report, step: DocumentStep, documents: Documents, cluster: Cluster) -> None:

@@ -99,12 +99,14 @@ def test_fresh_adapters_vary_as_those_of_peft():
     ("targets", "count"),
     [
         (("q_proj",), 4),
+        (("self_attn.q_proj",), 4),
+        (("n.q_proj",), None),
         (("model.layers.[01].*",), 14),
         (("mlp.*", "q_proj"), None),
         (("*.mlp.*", "q_proj"), 16),
     ],
 )
-def test_targets_match_last_names_and_whole_patterns(targets, count):
+def test_targets_match_ends_of_names_and_whole_patterns(targets, count):
     config, lora = CONFIGS["grouped_queries"], LoraSpec(rank=1, alpha=1, targets=targets)
     if count is None:
         with pytest.raises(JobError, match="matches no matrix"):
